@@ -1,0 +1,506 @@
+"""Engine: one training step of an unmodified module, read top-down: forward, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, EngineError
+from ..parallel import Collectives
+from ..zero.backward import in_backward
+from ..zero.model import ShardedModel
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.pick import tensors_in
+from . import saving
+from .batches import call_with_batch, loss_of
+from .data import EngineLoader, RepeatingLoader
+from .getters import ConfigGetters
+from .loss_scale import LossScale
+from .precision import cast_inputs, forward_context
+from .progress import Progress, Timers
+from .regions import Regions
+from .reporting import ledger_of
+
+_PLAIN_FP16 = (
+    "loss.backward() under fp16 would leave the loss unscaled and its small gradients lost; "
+    "call engine.backward(loss), or engine.scale(loss).backward()"
+)
+
+
+class Engine(ConfigGetters, nn.Module):
+    """Runs `module` with its states placed as the config says. Built by stateroom.initialize().
+
+    Attributes:
+        module: the user's module.
+        optimizer: a ShardedOptimizer, or None when there is nothing to train.
+        lr_scheduler, training_dataloader: what initialize built or was given, or None.
+        global_steps: optimizer steps done, skipped ones included. micro_steps: calls of step().
+        global_samples: samples used. skipped_steps: steps skipped over inf or NaN gradients.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        optimizer: ShardedOptimizer | None,
+        lr_scheduler: Any,
+        config: Any,
+        scale: LossScale,
+        regions: Regions,
+        progress: Progress,
+        loss_fn: Any = None,
+        loader: EngineLoader | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = model.module
+        self.config = config
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = loader
+        self.loss_fn = loss_fn
+        self.scaler = scale
+        self.comm: Collectives = model.comm
+        self.device = model.comm.device
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.losses: torch.Tensor | None = None
+        self.sharded = model
+        self.progress = progress
+        self.regions = regions
+        self._repeating: RepeatingLoader | None = None
+        self._timers = Timers(config.wall_clock_breakdown, self.device)
+        self._context = forward_context(config, self.device)
+        self._boundary: bool | None = None  # set by hand, else counted
+        self._in_no_sync = False
+        self._seen_passes = 0
+        self._step_applied = False
+        self._skips_in_a_row = 0
+        self._bad_loss: torch.Tensor | None = None
+        self._window_loss: torch.Tensor | None = None
+        self._window_count = 0
+        self._tokens = 0
+        self._destroyed = False
+
+    # ---- forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; the arguments are the module's."""
+        self._check_alive()
+        began = self._timers.now()
+        backward = self.sharded.backward
+        if backward.active and not in_backward():
+            backward.abandon()  # the last backward raised
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = cast_inputs(args, torch.float16), cast_inputs(kwargs, torch.float16)
+        wants_grad = torch.is_grad_enabled()
+        if wants_grad and not in_backward():
+            self._prepare_pass(scale_wrt_gas=True)
+            for unit in backward.units:
+                unit.gradients.hide()  # type: ignore[union-attr]
+            if self.training:
+                self._count_tokens(args, kwargs)
+        with self._context:
+            output = self.module(*args, **kwargs)
+        if wants_grad:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(lambda grad: backward.begin())
+        self._timers.add("forward", began)
+        return output
+
+    def _prepare_pass(self, scale_wrt_gas: bool) -> None:
+        """Say what the coming backward does with gradients: the factor, and whether it reduces."""
+        backward = self.sharded.backward
+        if backward.active:
+            return
+        ranks = 1 if self.config.gradient_allreduce_op == "sum" else self.comm.world
+        micro_batches = self.gradient_accumulation_steps() if scale_wrt_gas and self.config.managed_gradient_accumulation else 1
+        backward.factor = 1.0 / (ranks * micro_batches)
+        every_pass = self.comm.world > 1 and (self.sharded.placement.reduces_every_pass or self.config.deterministic)
+        backward.sync = not self._in_no_sync and (every_pass or self.is_gradient_accumulation_boundary())
+        backward.plain_refusal = _PLAIN_FP16 if self.scaler.scale != 1.0 else None
+
+    # ---- backward
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> torch.Tensor:
+        """Run autograd from a scalar loss; gradients are averaged over ranks and micro-batches.
+
+        Args:
+            loss: scalar with a graph, not yet divided by the accumulation steps.
+            scale_wrt_gas: False when the caller has divided by the accumulation steps (or weights tokens itself).
+
+        Returns:
+            the loss divided by the accumulation steps, detached.
+
+        Raises:
+            EngineError: the loss is not a scalar tensor with a graph.
+        """
+        self._check_alive()
+        self._check_loss(loss)
+        began = self._timers.now()
+        divisor = self.gradient_accumulation_steps() if scale_wrt_gas and self.config.managed_gradient_accumulation else 1
+        self._note_loss(loss.detach(), counts=scale_wrt_gas)
+        backward = self.sharded.backward
+        if backward.active:
+            backward.abandon()
+        self._prepare_pass(scale_wrt_gas)
+        backward.announced = True
+        backward.begin()
+        try:
+            scaled = loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
+            scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            backward.abandon()
+            raise
+        backward.end()
+        self._timers.add("backward", began)
+        return loss.detach() / divisor
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as `scale(loss).backward()` needs it: multiplied by the loss scale."""
+        self._check_loss(loss)
+        self._note_loss(loss.detach(), counts=True)
+        self.sharded.backward.plain_refusal = None
+        return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise EngineError(f"backward() takes the loss tensor, got {type(loss).__name__}; pass the scalar loss of this forward")
+        if loss.numel() != 1:
+            raise EngineError(f"backward() takes a scalar loss, got shape {tuple(loss.shape)}; reduce it first, for example loss.mean()")
+        if not loss.requires_grad:
+            raise EngineError("the loss has no graph (requires_grad is False): run the forward through the engine, outside no_grad")
+        if self.optimizer is None:
+            raise EngineError("this engine has no optimizer: pass optimizer= to initialize, or an 'optimizer' section in the config")
+
+    def _note_loss(self, loss: torch.Tensor, counts: bool) -> None:
+        """Remember the loss and whether it is NaN, without waiting for the device."""
+        loss = loss.float().reshape(())
+        bad = torch.isnan(loss)
+        self._bad_loss = bad if self._bad_loss is None else self._bad_loss | bad
+        self._window_loss = loss if self._window_loss is None else self._window_loss + loss
+        self._window_count += 1
+        self.losses = loss
+
+    # ---- step
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Count a micro-batch; on the accumulation boundary update the parameters.
+
+        Raises:
+            EngineError: no backward has run since the last step(), the loss was NaN on some rank, or fp16 overflows at
+                the smallest loss scale.
+        """
+        self._check_alive()
+        if self.optimizer is None:
+            raise EngineError("this engine has no optimizer: pass optimizer= to initialize, or an 'optimizer' section in the config")
+        backward = self.sharded.backward
+        if backward.active:
+            backward.abandon()
+        if backward.total_passes == self._seen_passes:
+            raise EngineError("step() before backward(): call engine.backward(loss) (or loss.backward()) after each forward")
+        boundary = self.is_gradient_accumulation_boundary()
+        if self._in_no_sync and boundary and self.config.managed_gradient_accumulation and self._boundary is None:
+            raise EngineError("step() inside no_sync() on an accumulation boundary: leave the context first")
+        self._seen_passes = backward.total_passes
+        self.micro_steps += 1
+        self._step_applied = False
+        if boundary:
+            self._update()
+
+    def _update(self) -> None:
+        assert self.optimizer is not None
+        began = self._timers.now()
+        optimizer = self.optimizer
+        optimizer.clip = self.gradient_clipping()
+        count = max(self._window_count, 1)
+        nothing = torch.zeros((), device=self.device)
+        bad = nothing if self._bad_loss is None else self._bad_loss
+        optimizer.report = [bad, nothing if self._window_loss is None else self._window_loss / count]
+        had_loss = self._window_loss is not None
+        self._bad_loss = self._window_loss = None
+        self._window_count = 0
+        optimizer.step()
+        self._raise_on_nan_loss(optimizer.reports)
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._after_update(optimizer)
+        self._timers.add("step", began)
+        loss = sum(report[1] for report in optimizer.reports) / len(optimizer.reports) if had_loss else None
+        self._record(loss)
+
+    def _after_update(self, optimizer: ShardedOptimizer) -> None:
+        """Move loss scale and schedule on: the schedule only with real updates."""
+        if not optimizer.overflow:
+            self.scaler.update(False)
+            self._skips_in_a_row = 0
+            self._step_applied = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            return
+        self.skipped_steps += 1
+        self._skips_in_a_row += 1
+        if self.scaler.at_minimum and self.fp16_enabled():
+            changes = ", ".join(f"{scale:g} since update {step}" for step, scale in self.scaler.history[-8:])
+            raise EngineError(
+                f"fp16: gradients overflow at step {self.global_steps} with the loss scale at its minimum {self.scaler.scale:g}, after "
+                f"{self._skips_in_a_row} skipped steps in a row; the first bad gradient is that of {optimizer.bad_parameter!r}; loss "
+                f"scale: {changes}. The weights are those of the last good step; try bf16, or look at this parameter's inputs"
+            )
+        old = self.scaler.scale
+        self.scaler.update(True)
+        self.progress.warn(
+            f"step {self.global_steps} skipped: the gradient of {optimizer.bad_parameter!r} is not finite"
+            + (f"; loss scale {old:g} -> {self.scaler.scale:g}" if self.fp16_enabled() else "; weights are unchanged")
+        )
+
+    def _raise_on_nan_loss(self, reports: list[list[float]]) -> None:
+        ranks = [rank for rank, report in enumerate(reports) if report and report[0]]
+        if ranks:
+            raise EngineError(
+                f"the loss is NaN on rank(s) {ranks} at step {self.global_steps + 1} (micro-batch {self.micro_steps}); "
+                "the weights are those of the last good step. Look at that batch and at the learning rate"
+            )
+
+    def _record(self, loss: float | None) -> None:
+        assert self.optimizer is not None
+        record = {
+            "step": self.global_steps,
+            "loss": loss,
+            "lr": self.get_lr(),
+            "grad_norm": self.optimizer.grad_norm,
+            "samples": self.train_batch_size(),
+            "loss_scale": self.scaler.scale,
+            "skipped": self.skipped_steps,
+            "applied": self._step_applied,
+        }
+        tokens, self._tokens = self._tokens * self.comm.world, 0
+        self.progress.step(record, tokens, self._timers.take())
+
+    def _count_tokens(self, args: Any, kwargs: Any) -> None:
+        """Count token ids: the first integer input with at least two axes."""
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.dtype in (torch.int64, torch.int32) and tensor.dim() >= 2:
+                self._tokens += tensor.numel()
+                return
+
+    # ---- accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming (or current) step() updates the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say by hand whether the next step() updates, instead of counting micro-batches."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Collect gradients on this rank without reducing them; every stage allows it, at the memory of whole gradients."""
+        if self._in_no_sync:
+            raise EngineError("no_sync() is entered already")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps so that one optimizer step uses `train_batch_size` samples.
+
+        Raises:
+            ConfigError: it is not a multiple of micro batch times ranks.
+        """
+        per_micro = self.train_micro_batch_size_per_gpu() * self.comm.world
+        if train_batch_size <= 0 or train_batch_size % per_micro:
+            raise ConfigError(
+                f"train batch {train_batch_size} is not a multiple of {per_micro} (micro batch {self.train_micro_batch_size_per_gpu()} x "
+                f"{self.comm.world} ranks); nearest legal: {max(1, train_batch_size // per_micro) * per_micro}"
+            )
+        update = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // per_micro}
+        self.config = self.config.model_copy(update=update)
+
+    # ---- whole batches
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """Run one optimizer step: as many micro-batches as accumulation steps, from `data_iter` or the engine's loader.
+
+        Returns:
+            the mean loss over micro-batches and ranks, a scalar tensor.
+        """
+        if data_iter is None:
+            if self.training_dataloader is None:
+                raise EngineError("train_batch() without data_iter needs training_data in initialize()")
+            self._repeating = self._repeating or RepeatingLoader(self.training_dataloader)
+            data_iter = self._repeating
+        self.train()
+        total = torch.zeros((), device=self.device)
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = loss_of(call_with_batch(self, next(data_iter), self.loss_fn, self.device))
+            self.backward(loss)
+            self.step()
+            total += loss.detach()
+        return self._mean(total / self.gradient_accumulation_steps())
+
+    def eval_batch(self, data_iter: Any, num_micro_batches: int | None = None) -> torch.Tensor:
+        """Return the mean loss over micro-batches and ranks, without gradients."""
+        was_training = self.training
+        self.eval()
+        count = num_micro_batches or self.gradient_accumulation_steps()
+        total = torch.zeros((), device=self.device)
+        with torch.no_grad():
+            for _ in range(count):
+                total += loss_of(call_with_batch(self, next(data_iter), self.loss_fn, self.device)).float()
+        self.train(was_training)
+        return self._mean(total / count)
+
+    def _mean(self, value: torch.Tensor) -> torch.Tensor:
+        return self.comm.sum_(value.reshape(1).clone()).reshape(()) / self.comm.world
+
+    # ---- what scripts ask for
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients collected since the last update."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self._bad_loss = self._window_loss = None
+        self._window_count = 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the parameters."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm of the last update's gradients before clipping; None before the first."""
+        return None if self.optimizer is None else self.optimizer.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; a scheduler overrides it at its next step."""
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or betas) of each group."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without fp16."""
+        return self.scaler.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.comm.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its host."""
+        return self.device.index or 0 if self.device.type != "cpu" else saving.local_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.comm.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.comm.world
+
+    mp_world_size = 1
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, torch.Tensor]:
+        """Return whole weights and buffers by name, in host memory under ZeRO-3; every rank must call it."""
+        return saving.module_state(self, exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> Any:
+        """Load whole weights by name at any stage; master weights follow. Every rank must call it with the same weights."""
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the engine's whole state under save_dir/tag; every rank must call it."""
+        return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Restore what save_checkpoint wrote; returns (path, client_state), or (None, {}) when there is nothing."""
+        options = saving.LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return saving.load(self, Path(load_dir), tag, options)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights in the compute dtype to one file from rank 0; every rank must call it."""
+        return saving.save_weights(self, Path(save_dir), save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        return saving.module_state(self, exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
+        """Compile the forward of each unit."""
+        self.regions.compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether units are compiled."""
+        return self.regions.compiled
+
+    def ledger(self) -> Any:
+        """Return the account of states and traffic, predicted and measured on this rank; printing it gives the tables."""
+        return ledger_of(self)
+
+    def destroy(self) -> None:
+        """Take all hooks off, give the module ordinary parameters again (whole on every rank), and free the rest."""
+        if self._destroyed:
+            return
+        self.regions.remove()
+        self.sharded.remove()
+        self.progress.close()
+        self.comm.close()
+        self.optimizer = None
+        self._destroyed = True
+
+    def _check_alive(self) -> None:
+        if self._destroyed:
+            raise EngineError("this engine was destroyed; call stateroom.initialize again")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise

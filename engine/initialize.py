@@ -1,0 +1,278 @@
+"""`stateroom.initialize`: config, mesh, units, optimizer, engine, in the order in which they depend on each other."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..config_schemas import Config, Facts, load
+from ..errors import ConfigError, EngineError
+from ..parallel import Collectives, axis_sizes, init_distributed, local_device
+from ..version import __version__
+from ..zero.model import ShardedModel, UnitOptions
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.placement import STAGES
+from .arguments import find_config
+from .data import EngineLoader
+from .engine import Engine
+from .groups import OptimizerLike, Prepared, prepare
+from .loss_scale import LossScale
+from .precision import loss_scale, state_dtypes
+from .progress import Progress, get_logger
+from .regions import Regions
+from .schedules import build_scheduler
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def initialize(
+    model: nn.Module | None = None,
+    config: Any = None,
+    optimizer: OptimizerLike = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    lr_scheduler: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    args: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    config_params: Any = None,
+    mesh_device: Any = None,
+    distributed_port: int = 29500,
+    mesh_param: Any = None,
+) -> tuple[Engine, ShardedOptimizer | None, EngineLoader | None, Any]:
+    """Wrap an unmodified module for training as the config says.
+
+    Args:
+        model: any nn.Module, also on the meta device (its parameters then come to life sharded).
+        config: path (json or hjson), dict, or JSON string; also config_params, args.deepspeed_config.
+        optimizer: a torch optimizer over model.parameters(), or callable(params) -> optimizer; wins over the config's.
+        model_parameters: parameters or group dicts; default all that require grad.
+        training_data: a dataset; the engine builds the loader of each rank's share.
+        lr_scheduler: a scheduler, or callable(optimizer) -> scheduler; wins over the config's.
+        loss_fn: (outputs, labels) -> scalar, for train_batch and eval_batch.
+
+    Returns:
+        (engine, optimizer, data loader, lr scheduler); what does not exist is None.
+
+    Raises:
+        ConfigError: the config, the optimizer or the parameters cannot be honoured.
+        EngineError: the model is on the wrong device, or belongs to another engine.
+    """
+    if model is None or not isinstance(model, nn.Module):
+        raise EngineError(f"initialize needs model=, an nn.Module, got {type(model).__name__}")
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    model, compiled_with = _unwrap_compiled(model)
+    device = local_device()
+    _check_model(model, device)
+    cfg = _load_config(find_config(config, config_params, args), model, optimizer, mpu)
+    run_dir = Path(cfg.run_dir) if cfg.run_dir else None
+    rank = torch.distributed.get_rank()
+    comm = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
+    get_logger(cfg.log_level)
+    progress = Progress(rank, cfg.steps_per_print, run_dir, device, cfg.wall_clock_breakdown, cfg.memory_breakdown)
+    _say_notes(cfg, progress)
+    _apply_globals(cfg)
+    prepared = prepare(model, optimizer, model_parameters, cfg.optimizer)
+    sharded, sharded_optimizer, scale = _place(model, cfg, prepared, comm)
+    scheduler = _scheduler(lr_scheduler, cfg, sharded_optimizer, prepared)
+    regions = _regions(sharded, cfg, compiled_with)
+    loader = _loader(training_data, collate_fn, cfg, comm)
+    engine = Engine(sharded, sharded_optimizer, scheduler, cfg, scale, regions, progress, loss_fn, loader)
+    _write_run_dir(engine, run_dir)
+    _say_summary(engine)
+    comm.traffic.clear()  # the account of steps starts here
+    return engine, sharded_optimizer, loader, scheduler
+
+
+# ---- config
+
+
+def _load_config(source: Any, model: nn.Module, optimizer: Any, mpu: Any) -> Config:
+    world = torch.distributed.get_world_size()
+    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size") and mpu.get_data_parallel_world_size() != world:
+        raise ConfigError(
+            f"mpu: {mpu.get_data_parallel_world_size()} data-parallel ranks of {world}; model-parallel groups are not supported yet"
+        )
+    cfg = load(source, ranks=world, facts=_facts(model, optimizer))
+    refused = cfg.unsupported("result")
+    if refused:
+        raise ConfigError(
+            "the config asks for what this version does not do, and ignoring it would train wrongly:\n  " + "\n  ".join(refused)
+        )
+    axis_sizes(cfg.mesh, world)
+    return cfg
+
+
+def _facts(model: nn.Module, optimizer: Any) -> Facts:
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    lr = optimizer.param_groups[0].get("lr") if isinstance(optimizer, torch.optim.Optimizer) else None
+    return Facts(
+        param_dtype=_DTYPE_NAMES.get(first.dtype) if first is not None else None,
+        hidden_size=hidden if isinstance(hidden, int) else None,
+        optimizer_lr=None if lr is None else float(lr),
+    )
+
+
+def _say_notes(cfg: Config, progress: Progress) -> None:
+    for note in cfg.notes:
+        progress.say(f"config: {note.path}: {note.text}")
+    for verdict in cfg.verdicts():
+        if verdict.verdict != "honoured":
+            progress.say(f"config: {verdict.path}: {verdict.verdict}{': ' + verdict.reason if verdict.reason else ''}")
+
+
+def _apply_globals(cfg: Config) -> None:
+    if cfg.seed is not None:
+        random.seed(cfg.seed)
+        np.random.seed(cfg.seed % 2**32)
+        torch.manual_seed(cfg.seed)
+    if cfg.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if cfg.disable_python_gc:
+        gc.disable()
+
+
+# ---- model and optimizer
+
+
+def _unwrap_compiled(model: nn.Module) -> tuple[nn.Module, Any]:
+    """Return the user's own module and the compiler around it: hooks must stay outside what is compiled."""
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        return model._orig_mod, model.dynamo_ctx
+    return model, None
+
+
+def _check_model(model: nn.Module, device: torch.device) -> None:
+    for name, param in model.named_parameters():
+        if param.device.type not in ("cpu", "meta", device.type):
+            raise EngineError(f"parameter {name!r} is on {param.device}, this rank computes on {device}; move the model there or to cpu")
+        slot = getattr(param, "stateroom_slot", None)
+        if slot is not None and slot.unit.gradients is not None:
+            raise EngineError(f"parameter {name!r} belongs to another engine; destroy() that one first, or pass a copy of the model")
+
+
+def _place(
+    model: nn.Module, cfg: Config, prepared: Prepared | None, comm: Collectives
+) -> tuple[ShardedModel, ShardedOptimizer | None, LossScale]:
+    zero = cfg.zero_optimization
+    placement = STAGES[zero.stage]
+    whole = prepared is not None and prepared.whole and placement.optimizer.sharded
+    ahead = _ahead(cfg)
+    options = UnitOptions(
+        classes=cfg.units.classes,
+        min_numel=None if cfg.units.min_numel == "auto" else cfg.units.min_numel,
+        max_numel=cfg.units.max_numel,
+        closed=zero.leaf_module.classes,
+        ahead_numel=ahead,
+    )
+    group_of = prepared.group_of if prepared is not None else {}
+    sharded = ShardedModel(model, group_of, placement, comm, state_dtypes(cfg), options, whole=whole)
+    scale = loss_scale(cfg)
+    if prepared is None:
+        return sharded, None, scale
+    sharded.create_masters()
+    sharded_optimizer = ShardedOptimizer(
+        prepared.inner,
+        sharded.units,
+        group_of,
+        sharded.backward,
+        comm,
+        whole=prepared.whole,
+        scale=scale,
+        clip=cfg.gradient_clipping,
+    )
+    sharded_optimizer.check_overflow = not (cfg.bf16.enabled and not cfg.bf16.check_grad_overflow)
+    return sharded, sharded_optimizer, scale
+
+
+def _ahead(cfg: Config) -> int | None:
+    """Return how many elements to gather ahead: one unit unless the config gives a number; none without overlap."""
+    if cfg.zero_optimization.overlap_comm is False:
+        return 0
+    given = cfg.origin.get("zero_optimization.stage3_prefetch_bucket_size", "default") != "default"
+    return cfg.zero_optimization.stage3_prefetch_bucket_size if given else None
+
+
+def _scheduler(given: Any, cfg: Config, optimizer: ShardedOptimizer | None, prepared: Prepared | None) -> Any:
+    if optimizer is None:
+        return None
+    if given is not None:
+        is_factory = callable(given) and not hasattr(given, "step")
+        return given(optimizer) if is_factory else given
+    if cfg.scheduler is None or cfg.scheduler.type is None:
+        return None
+    return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, optimizer)
+
+
+def _regions(sharded: ShardedModel, cfg: Config, compiled_with: Any) -> Regions:
+    modules = [module for site, _ in sharded.sites[1:] for module in site.modules] or [sharded.module]
+    regions = Regions(modules)
+    regions.recompute(cfg.activation_checkpointing.policy, cfg.activation_checkpointing.every)
+    if cfg.compile.enabled:
+        options = {key: getattr(cfg.compile, key) for key in ("backend", "mode", "fullgraph", "dynamic")}
+        regions.compile(**{key: value for key, value in options.items() if value not in (None, False)})
+    elif compiled_with is not None:
+        regions.compile_with(compiled_with)
+    return regions
+
+
+def _loader(training_data: Any, collate_fn: Any, cfg: Config, comm: Collectives) -> EngineLoader | None:
+    if training_data is None:
+        return None
+    return EngineLoader(
+        training_data,
+        cfg.train_micro_batch_size_per_gpu,
+        comm.rank,
+        comm.world,
+        seed=cfg.seed or 0,
+        drop_last=cfg.dataloader_drop_last,
+        collate_fn=collate_fn,
+        pin_memory=comm.device.type != "cpu",
+    )
+
+
+# ---- what is left behind
+
+
+def _write_run_dir(engine: Engine, run_dir: Path | None) -> None:
+    if run_dir is None or engine.comm.rank != 0:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.resolved.json").write_text(json.dumps(engine.config.to_dict(), indent=2))
+    facts = {
+        "stateroom": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": str(engine.device),
+        "ranks": engine.comm.world,
+    }
+    (run_dir / "environment.json").write_text(json.dumps(facts, indent=2))
+
+
+def _say_summary(engine: Engine) -> None:
+    units = engine.sharded.units
+    numel = sum(unit.layout.numel for unit in units)
+    trainable = sum(unit.layout.numel for unit in units if unit.trainable)
+    train, micro, steps = engine.get_batch_info()
+    name = "no optimizer" if engine.optimizer is None else type(engine.optimizer.inner).__name__
+    engine.progress.say(
+        f"ZeRO stage {engine.zero_optimization_stage()} on {engine.comm.world} rank(s) ({engine.device.type}): {numel:,} parameters "
+        f"({trainable:,} trainable) in {len(units)} units; {name}; batch {train} = {micro} x {steps} x {engine.comm.world}"
+    )
+    if engine.config.dump_state:
+        for unit in units:
+            state = "sharded" if unit.sharded else "whole"
+            engine.progress.say(f"  unit {unit.name}: {len(unit.slots)} parameters, {unit.layout.padded:,} elements, {unit.dtype}, {state}")

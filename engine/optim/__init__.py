@@ -1,0 +1,1 @@
+"""Optimizer algorithms that torch lacks, one file each."""

@@ -1,0 +1,97 @@
+"""Recompute and compile, applied to the forward of each unit; the hooks that move parameters stay outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..errors import ConfigError
+
+_ATEN = torch.ops.aten
+# what selective recompute keeps: the results that cost most FLOPs per byte
+_COSTLY = frozenset(
+    op
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if (op := getattr(getattr(_ATEN, name, None), "default", None)) is not None
+)
+
+
+class Regions:
+    """Wraps the forward of chosen modules (an attribute on the instance, taken off again by remove())."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = list(modules)
+        self._wrapped: dict[int, tuple[nn.Module, bool, Any]] = {}
+        self.compiled = False
+
+    def recompute(self, policy: str, every: int) -> None:
+        """Recompute every `every`-th module in backward ("full"), or all but its matrix products ("selective")."""
+        if policy == "none":
+            return
+        context = partial(create_selective_checkpoint_contexts, _keep_costly) if policy == "selective" else None
+        for index, module in enumerate(self.modules):
+            if index % every == 0:
+                self._wrap(module, partial(_recomputed, context))
+
+    def compile(self, **options: Any) -> None:
+        """Compile the forward of each module with torch.compile(**options); the arguments are torch's.
+
+        Raises:
+            ConfigError: torch does not know the backend.
+        """
+        backend = options.get("backend", "inductor")
+        if isinstance(backend, str) and backend not in torch._dynamo.list_backends(exclude_tags=()):
+            known = ", ".join(torch._dynamo.list_backends())
+            raise ConfigError(f"compile.backend: torch has no backend {backend!r}; known: {known}")
+        for module in self.modules:
+            self._wrap(module, lambda forward: torch.compile(forward, **options))
+        self.compiled = True
+
+    def compile_with(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Compile each module's forward with a compiler taken from a model that was compiled as a whole."""
+        for module in self.modules:
+            self._wrap(module, compiler)
+        self.compiled = True
+
+    def remove(self) -> None:
+        """Give every module its own forward back."""
+        for module, had_own, original in self._wrapped.values():
+            if had_own:
+                module.forward = original
+            else:
+                vars(module).pop("forward", None)
+        self._wrapped.clear()
+
+    def _wrap(self, module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        if id(module) not in self._wrapped:
+            self._wrapped[id(module)] = (module, "forward" in vars(module), vars(module).get("forward"))
+        module.forward = wrapper(module.forward)
+
+
+def _recomputed(context: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    extra = {} if context is None else {"context_fn": context}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+
+    return run
+
+
+def _keep_costly(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE

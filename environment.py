@@ -1,0 +1,104 @@
+"""The one place that reads environment variables: launch facts (torchrun, Slurm, OpenMPI) and Stateroom's own switches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who this process is among those that were started together; `source` names what said so."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int | None
+    restart_count: int
+    source: str
+
+
+# (source, rank, world size, local rank, local world size): the first row whose first two names are set is believed.
+_LAUNCHERS = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+def read_launch(env: Mapping[str, str] | None = None) -> Launch | None:
+    """Return what the launcher left in the environment, or None when no launcher started this process.
+
+    A Slurm allocation without `srun` sets SLURM_NTASKS in the batch shell too; a step id marks a real task.
+
+    Raises:
+        ValueError: a launch variable is not an integer.
+    """
+    env = os.environ if env is None else env
+    for source, rank, world, local, local_world in _LAUNCHERS:
+        if rank not in env or world not in env:
+            continue
+        if source == "slurm" and not env.get("SLURM_STEP_ID", "").isdigit():
+            continue
+        world_size = _integer(env, world, 1)
+        return Launch(
+            rank=_integer(env, rank, 0),
+            world_size=world_size,
+            local_rank=_integer(env, local, _integer(env, rank, 0) if source == "torchrun" else 0),
+            local_world_size=_integer(env, local_world, world_size),
+            master_addr=env.get("MASTER_ADDR") or _first_slurm_host(env) or "127.0.0.1",
+            master_port=_integer(env, "MASTER_PORT", 0) or None,
+            restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+            source=source,
+        )
+    return None
+
+
+def world_size_hint(env: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of ranks that a launcher announced, before any process group exists."""
+    launch = read_launch(env)
+    return None if launch is None else launch.world_size
+
+
+def timeout_minutes(env: Mapping[str, str] | None = None) -> float | None:
+    """Return the collective timeout set by STATEROOM_TIMEOUT (or DEEPSPEED_TIMEOUT), in minutes."""
+    env = os.environ if env is None else env
+    text = env.get("STATEROOM_TIMEOUT") or env.get("DEEPSPEED_TIMEOUT")
+    return float(text) if text else None
+
+
+def accelerator_override(env: Mapping[str, str] | None = None) -> str | None:
+    """Return the device type that STATEROOM_ACCELERATOR (or DS_ACCELERATOR) asks for, such as "cpu"."""
+    env = os.environ if env is None else env
+    return env.get("STATEROOM_ACCELERATOR") or env.get("DS_ACCELERATOR") or None
+
+
+def inherited(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return a copy of the environment for child processes."""
+    return dict(os.environ if env is None else env)
+
+
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    if name == "SLURM_NTASKS_PER_NODE":  # "4(x2)" when nodes differ
+        text = text.split("(")[0]
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name}={text!r} is not an integer; unset it or set a number") from None
+
+
+def _first_slurm_host(env: Mapping[str, str]) -> str | None:
+    hosts = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if not hosts:
+        return None
+    head, bracket, tail = hosts.partition("[")
+    if not bracket or "," in head:
+        return hosts.split(",")[0]
+    return head + tail.split("]")[0].split(",")[0].split("-")[0]

@@ -1,0 +1,1 @@
+"""Processes on hosts: the `launcher` command and what starts its ranks."""

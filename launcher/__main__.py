@@ -1,0 +1,8 @@
+"""Run the launcher as `python -m stateroom.launcher`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The one door to torch.distributed: every call says which state and unit it serves, is counted, and is written to a ring."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RankError
+from .distributed import default_store
+from .ring import Ring
+from .transport import Transport, transport_for
+
+CONTROL = "control"  # the state that small agreement calls are booked under
+
+
+@dataclass
+class Traffic:
+    """What one kind of collective moved for one state: calls, payload bytes (the full buffer), bytes sent by this rank."""
+
+    calls: int = 0
+    num_bytes: int = 0
+    sent_bytes: int = 0
+
+    def add(self, num_bytes: int, sent_bytes: int) -> None:
+        """Book one call."""
+        self.calls += 1
+        self.num_bytes += num_bytes
+        self.sent_bytes += sent_bytes
+
+
+class Pending:
+    """A collective in flight; wait() returns when its result may be read. Waiting twice is allowed."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block (on an accelerator: make the current stream wait) until the result is there.
+
+        Raises:
+            RankError: a peer is gone or the timeout has passed; names operation, state and unit.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+DONE = Pending()
+
+
+class Collectives:
+    """Collectives over one process group, on flat buffers cut at given bounds.
+
+    `bounds` are W+1 element offsets; rank r owns [bounds[r], bounds[r+1]). They need not be even. Sums run in rank
+    order 0, 1, … on CPU, so that every stage and every run adds in the same order.
+    """
+
+    def __init__(self, group: Any = None, device: torch.device | None = None, ring_path: Path | None = None) -> None:
+        if not dist.is_initialized():
+            raise RankError("no process group exists (or it was destroyed): call stateroom.init_distributed() first")
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.group)
+        self.world = dist.get_world_size(self.group)
+        self.device = device or torch.device("cpu")
+        self.traffic: dict[tuple[str, str], Traffic] = {}
+        self.ring = Ring(ring_path)
+        self.seconds = 0.0  # time this rank spent blocked in wait()
+        self._transport: Transport = transport_for(self.group, self.rank, self.world)
+        self._tags: dict[tuple[str, str], int] = {}
+        self._meetings = 0
+
+    # ---- flat buffers
+
+    def all_gather(self, flat: torch.Tensor, bounds: Sequence[int], *, state: str, unit: str) -> Pending:
+        """Fill `flat` [bounds[-1]] on every rank from each rank's own interval, which is already in place."""
+        if self.world == 1:
+            return DONE
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        sent = own * (self.world - 1) * flat.element_size()
+        return self._run("all_gather", state, unit, flat.nbytes, sent, lambda tag: self._transport.all_gather(flat, bounds, tag))
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, bounds: Sequence[int], *, state: str, unit: str, wire: torch.dtype | None = None
+    ) -> Pending:
+        """Sum `flat` over ranks; afterwards this rank's own interval holds the sum and the rest is undefined.
+
+        `wire` is the dtype that travels; on CPU what arrives is added in the dtype of `flat`.
+        """
+        if self.world == 1:
+            return DONE
+        wire = wire or flat.dtype
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        return self._run(
+            "reduce_scatter",
+            state,
+            unit,
+            flat.numel() * wire.itemsize,
+            (flat.numel() - own) * wire.itemsize,
+            lambda tag: self._transport.reduce_scatter(flat, bounds, wire, tag),
+        )
+
+    def all_reduce(self, flat: torch.Tensor, bounds: Sequence[int], *, state: str, unit: str, wire: torch.dtype | None = None) -> Pending:
+        """Sum `flat` over ranks in place: a reduce-scatter and an all-gather, and booked as these two."""
+        first = self.reduce_scatter(flat, bounds, state=state, unit=unit, wire=wire)
+
+        def finish() -> None:
+            first.wait()
+            self.all_gather(flat, bounds, state=state, unit=unit).wait()
+
+        return DONE if self.world == 1 else Pending(finish)
+
+    # ---- small agreements
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return [W, k]: the row [k] of every rank, in rank order, equal on all ranks."""
+        if self.world == 1:
+            return row.unsqueeze(0)
+        rows = torch.empty((self.world, row.numel()), dtype=row.dtype, device=row.device)
+        parts = list(rows.unbind(0))
+        sent = row.nbytes * (self.world - 1)
+        start = lambda tag: dist.all_gather(parts, row, group=self.group, async_op=True).wait  # noqa: E731
+        self._run("all_gather", CONTROL, "rows", rows.nbytes, sent, start).wait()
+        return rows
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over ranks in place and return it."""
+        if self.world > 1:
+            start = lambda tag: dist.all_reduce(tensor, group=self.group, async_op=True).wait  # noqa: E731
+            self._run("all_reduce", CONTROL, "sum", tensor.nbytes, tensor.nbytes, start).wait()
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, *, state: str = CONTROL, unit: str = "", source: int = 0) -> None:
+        """Overwrite `tensor` with the value of group rank `source`."""
+        if self.world > 1:
+            sent = tensor.nbytes if self.rank == source else 0
+            start = lambda tag: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True).wait  # noqa: E731
+            self._run("broadcast", state, unit, tensor.nbytes, sent, start).wait()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value (picklable), in rank order. Slow: for start-up and error messages."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            self.sum_(torch.zeros(1, device=self.device))
+
+    def meet(self, what: str, timeout_s: float = 30.0) -> None:
+        """Wait until every rank has come to `what`, without a collective that could hang.
+
+        Raises:
+            RankError: some ranks did not come within timeout_s; the message names them.
+        """
+        if self.world == 1:
+            return
+        self._meetings += 1
+        store = dist.PrefixStore(f"stateroom/meet/{self._group_name()}/{self._meetings}", default_store())
+        store.set(f"{what}/{self.rank}", "here")
+        deadline = time.monotonic() + timeout_s
+        missing = []
+        for rank in range(self.world):
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                store.wait([f"{what}/{rank}"], timedelta(seconds=left))
+            except (dist.DistStoreError, RuntimeError):
+                missing.append(rank)
+        if missing:
+            raise RankError(
+                f"{what}: rank {self.rank} waited {timeout_s:.0f} s, but rank(s) {missing} of {self.world} never called it; "
+                f"every rank must call {what}"
+            )
+
+    # ---- accounts
+
+    def snapshot(self) -> dict[tuple[str, str], Traffic]:
+        """Return a copy of the counters, keyed (kind, state)."""
+        return {key: Traffic(t.calls, t.num_bytes, t.sent_bytes) for key, t in self.traffic.items()}
+
+    def close(self) -> None:
+        """Release the ring."""
+        self.ring.close()
+
+    def _group_name(self) -> str:
+        return str(getattr(self.group, "group_name", "world"))
+
+    def _run(self, kind: str, state: str, unit: str, num_bytes: int, sent_bytes: int, start: Callable[[int], Callable[[], Any]]) -> Pending:
+        """Start one call, book it, and return what waits for it."""
+        key = (kind, state)
+        if key not in self.traffic:
+            self.traffic[key] = Traffic()
+        self.traffic[key].add(num_bytes, sent_bytes)
+        sequence = self.ring.start(kind, state, unit, num_bytes)
+        try:
+            wait = start(self._tag(kind, unit))
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise self._failed(kind, state, unit, error) from error
+
+        def finish() -> None:
+            began = time.perf_counter()
+            try:
+                wait()
+            except RuntimeError as error:
+                raise self._failed(kind, state, unit, error) from error
+            self.seconds += time.perf_counter() - began
+            self.ring.end(sequence)
+
+        return Pending(finish)
+
+    def _tag(self, kind: str, unit: str) -> int:
+        """Return the message tag of a unit's collective: ranks that are out of step never read each other's bytes."""
+        key = (kind, unit)
+        if key not in self._tags:
+            self._tags[key] = zlib.crc32(f"{kind}/{unit}".encode()) & 0x7FFFFFFF
+        return self._tags[key]
+
+    def _failed(self, kind: str, state: str, unit: str, error: BaseException) -> RankError:
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not dist.is_initialized():
+            detail = "the process group was destroyed; create it again and call initialize anew"
+        return RankError(
+            f"{kind} of {state} for unit {unit!r} failed on rank {self.rank} of {self.world}: {detail}. "
+            "A peer ended, or the ranks do not run the same steps; look at the other ranks' first error"
+        )

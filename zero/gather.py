@@ -1,0 +1,217 @@
+"""When sharded units are gathered and released: before and after their forward and their backward, the next one in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import EngineError
+from .backward import in_backward
+from .parameter import Slot
+from .pick import Site, tensors_in
+from .unit import Unit
+
+
+class Trace:
+    """The order in which sites were needed last time, and what comes next in it."""
+
+    def __init__(self) -> None:
+        self._last: list[int] = []
+        self._now: list[int] = []
+
+    def restart(self, guess: list[int] | None = None) -> None:
+        """Make the finished order the one to predict from."""
+        if self._now:
+            self._last = self._now
+        elif guess and not self._last:
+            self._last = guess
+        self._now = []
+
+    def visit(self, site: int) -> list[int]:
+        """Note that `site` is needed now and return the sites expected next, or none when the order has changed."""
+        if self._now and self._now[-1] == site:
+            return []
+        self._now.append(site)
+        at = len(self._now)
+        return self._last[at:] if self._last[at - 1 : at] == [site] else []
+
+    @property
+    def now(self) -> list[int]:
+        """Sites needed so far."""
+        return self._now
+
+
+class Gathering:
+    """Hooks on an unmodified model that bring sharded units to life while their modules run.
+
+    Owns no values; says which unit is gathered when. The root's units stay from the start of a forward to the end of
+    its backward. A unit whose parameters are read outside its own modules (a tied head, a functional call) is gathered
+    on that access and from then on kept like the root.
+    """
+
+    def __init__(self, sites: Sequence[tuple[Site, list[Unit]]], ahead_numel: int | None, begin_pass: Callable[[], None]) -> None:
+        self._units = [[unit for unit in units if unit.sharded] for _, units in sites]
+        self._all = [unit for units in self._units for unit in units]
+        self._site_of = {id(unit): index for index, units in enumerate(self._units) for unit in units}
+        self._ahead_numel = ahead_numel  # None: one site ahead; 0: none
+        self._begin_pass = begin_pass
+        self._forward, self._backward = Trace(), Trace()
+        self._depth = 0
+        self._inputs_done: set[int] = set()
+        self._done_units: set[int] = set()
+        self._handles: list[Any] = []
+        for unit in self._all:
+            unit.access_handler = self._on_access
+        if self._all:
+            for index, (site, _) in enumerate(sites):
+                if self._units[index] or index == 0:
+                    self._attach(index, site.modules)
+        for unit in self._units[0] if self._units else []:
+            unit.pinned = True
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether the next unit is requested while this one computes."""
+        return self._ahead_numel != 0
+
+    def _attach(self, index: int, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
+            before, after = self._before(index), self._after(index, module is modules[-1])
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    # ---- forward
+
+    def _before(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if index == 0 and self._depth == 0 and not in_backward():
+                self._forward.restart()
+            self._depth += 1
+            self._need(index, self._backward if in_backward() else self._forward)
+            if torch.is_grad_enabled() and any(not unit.trainable for unit in self._units[index]):
+                self._watch_inputs(index, (args, kwargs))
+
+        return hook
+
+    def _after(self, index: int, is_last: bool) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._depth -= 1
+            if in_backward():  # a recomputed forward: its backward follows at once
+                return
+            found = False
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad and not tensor.is_leaf:
+                        tensor.register_hook(lambda grad: self._before_backward(index))
+                        found = True
+            if index == 0 and self._depth == 0:
+                self._after_root(keep_pinned=found)
+            elif is_last and (found or not torch.is_grad_enabled()):
+                self._release(self._units[index])
+
+        return hook
+
+    def _after_root(self, keep_pinned: bool) -> None:
+        """Release what prefetch brought and nobody used, and without a backward to come the root's units too."""
+        for unit in self._all:
+            if not (unit.pinned and keep_pinned):
+                unit.release()
+
+    # ---- backward
+
+    def _before_backward(self, index: int) -> None:
+        self._begin_pass()
+        if not self._backward.now:
+            self._backward.restart(list(reversed(self._forward.now)))
+        self._need(index, self._backward)
+        self._inputs_done.discard(index)
+
+    def unit_done(self, unit: Unit) -> None:
+        """Release a unit whose last gradient has landed, and the frozen ones beside it once nothing needs them."""
+        index = self._site_of.get(id(unit))
+        if index is None:
+            return
+        self._done_units.add(id(unit))
+        self._release([unit])
+        self._release_frozen(index)
+
+    def _watch_inputs(self, index: int, inputs: Any) -> None:
+        """Find out when the backward of a site has passed: all gradients of its inputs are there.
+
+        Frozen units have no gradients of their own to wait for.
+        """
+        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        left = len(watched)
+
+        def arrived(grad: torch.Tensor) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._inputs_done.add(index)
+                self._release_frozen(index)
+
+        for tensor in watched:
+            tensor.register_hook(arrived)
+
+    def _release_frozen(self, index: int) -> None:
+        units = self._units[index]
+        if index in self._inputs_done and all(id(unit) in self._done_units for unit in units if unit.trainable):
+            self._release([unit for unit in units if not unit.trainable])
+
+    def end_pass(self) -> None:
+        """Release everything at the end of a backward."""
+        self._backward.restart()
+        self._inputs_done.clear()
+        self._done_units.clear()
+        for unit in self._all:
+            unit.release()
+
+    # ---- both
+
+    def _need(self, index: int, trace: Trace) -> None:
+        units = self._units[index]
+        for unit in units:
+            unit.request()
+        for unit in units:
+            unit.gather()
+        budget = self._ahead_numel
+        for site in trace.visit(index):
+            if budget is None:
+                self._request(site)
+                return
+            budget -= sum(unit.layout.padded for unit in self._units[site])
+            if budget < 0:
+                return
+            self._request(site)
+
+    def _request(self, site: int) -> None:
+        for unit in self._units[site]:
+            unit.request()
+
+    def _release(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if not unit.pinned:
+                unit.release()
+
+    def _on_access(self, unit: Unit, slot: Slot) -> None:
+        if self._depth == 0 and not in_backward():
+            raise EngineError(
+                f"parameter {slot.name!r} is sharded over {unit.comm.world} ranks (ZeRO-3) and its values are not here; "
+                "read or change it inside `with stateroom.zero.GatheredParameters([param]):` on every rank, "
+                "or use engine.module_state_dict() for whole weights"
+            )
+        unit.gather()
+        unit.pinned = True
+
+    def gathered_numel(self) -> int:
+        """Return the elements of sharded units whose full buffers hold memory now."""
+        return sum(unit.layout.padded for unit in self._all if unit.full.untyped_storage().nbytes())
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

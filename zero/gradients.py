@@ -1,0 +1,156 @@
+"""A unit's gradients: a flat buffer that collects what this rank's backward leaves, and the interval that the optimizer owns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..parallel.collectives import Pending
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class Gradients:
+    """Collects, reduces and hands over the gradients of one unit.
+
+    `full` [padded] holds local sums since the last reduction; `owned` holds what has been reduced, for the interval that
+    the optimizer updates. Where gradients are not sharded `owned` is a view of `full`, so nothing is copied; only a
+    second reduction before the step (a second backward) moves it to a buffer of its own. Sharded gradients keep only
+    `owned` between passes.
+    """
+
+    def __init__(self, unit: Unit, *, dtype: torch.dtype, wire: torch.dtype, sharded: bool, interval: tuple[int, int]) -> None:
+        self.unit = unit
+        self.dtype = dtype
+        self.wire = wire
+        self.sharded = sharded and unit.comm.world > 1
+        self.interval = interval
+        count = len(unit.slots)
+        self.filled = bytearray(count)  # has a value in `full`
+        self.touched = bytearray(count)  # got a gradient since the last step
+        self.full: torch.Tensor | None = None
+        self.owned: torch.Tensor | None = None
+        self.reduced = False  # `owned` holds sums over ranks
+        self.exposed = False
+        self._everyone = interval == (0, unit.layout.padded)
+        if self.sharded:
+            self._owned_buffer = self._new(interval[1] - interval[0])
+        else:
+            self.full = self._new(unit.layout.padded)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether local sums wait to be reduced."""
+        return any(self.filled)
+
+    def accept(self, index: int, factor: float) -> None:
+        """Move the gradient that autograd left on parameter `index`, times `factor`, into the flat buffer."""
+        param = self.unit.slots[index].param
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        if not self.sharded and self.reduced and not self.dirty:
+            self._set_aside()
+        view = self._view(index)
+        grad = grad.detach()
+        with torch.no_grad():
+            if grad.is_sparse or self.filled[index]:
+                if not self.filled[index]:
+                    view.zero_()
+                view.add_(grad, alpha=factor)
+            elif factor == 1.0 or grad.dtype != self.dtype:
+                view.copy_(grad)
+                if factor != 1.0:
+                    view.mul_(factor)
+            else:
+                torch.mul(grad, factor, out=view)
+        self.filled[index] = self.touched[index] = 1
+
+    def reduce(self) -> Pending:
+        """Start summing over ranks; the result is in `owned` after wait()."""
+        if not self.sharded and self.reduced and not self.dirty:
+            self._set_aside()
+        full = self._buffer()
+        for slot, filled in zip(self.unit.slots, self.filled, strict=True):
+            if not filled and slot.numel:
+                full[slot.offset : slot.offset + slot.numel].zero_()
+        comm, bounds = self.unit.comm, self.unit.layout.bounds
+        if self._everyone:
+            pending = comm.all_reduce(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
+        else:
+            pending = comm.reduce_scatter(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
+
+        def finish() -> None:
+            pending.wait()
+            self._take_over(full)
+
+        return Pending(finish)
+
+    def _take_over(self, full: torch.Tensor) -> None:
+        low, high = self.interval
+        part = full[low:high]
+        if self.sharded:
+            if self.reduced:
+                self._owned_buffer.add_(part)
+            else:
+                self._owned_buffer.copy_(part)
+            self.owned, self.full = self._owned_buffer, None
+        elif self.owned is None:
+            self.owned = part
+        else:
+            self.owned.add_(part)
+        self.reduced = True
+        self.filled = bytearray(len(self.filled))
+
+    def expose(self) -> None:
+        """Show reduced gradients as `param.grad` where this rank holds them whole, in the parameter's dtype."""
+        if self.sharded or not self._everyone or self.dtype != self.unit.dtype or self.owned is None:
+            return
+        low = self.interval[0]
+        for index, slot in enumerate(self.unit.slots):
+            if self.touched[index]:
+                at = slot.offset - low
+                slot.param.grad = self.owned[at : at + slot.numel].view(slot.shape)
+        self.exposed = True
+
+    def hide(self) -> None:
+        """Take exposed gradients off the parameters, so that autograd does not add to them in place."""
+        if self.exposed:
+            self.exposed = False
+            for slot in self.unit.slots:
+                slot.param.grad = None
+
+    def clear(self) -> None:
+        """Forget everything collected since the last step."""
+        self.hide()
+        count = len(self.filled)
+        self.filled, self.touched = bytearray(count), bytearray(count)
+        self.owned, self.reduced = None, False
+        if self.sharded:
+            self.full = None
+
+    def _set_aside(self) -> None:
+        """Move reduced sums out of `full`, because a further backward will collect there before the step."""
+        if self.owned is not None and self.full is not None and self.owned.data_ptr() == self.full[self.interval[0] :].data_ptr():
+            self.hide()
+            self.owned = self.owned.clone()
+
+    def _view(self, index: int) -> torch.Tensor:
+        slot = self.unit.slots[index]
+        return self._buffer()[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+    def _buffer(self) -> torch.Tensor:
+        if self.full is None:
+            self.full = self._new(self.unit.layout.padded)
+        return self.full
+
+    def _new(self, numel: int) -> torch.Tensor:
+        """Return an uninitialised buffer; only its padding is zero, since it is summed and measured too."""
+        buffer = torch.empty(numel, dtype=self.dtype, device=self.unit.comm.device)
+        used = self.unit.layout.numel
+        if numel == self.unit.layout.padded and used < numel:
+            buffer[used:].zero_()
+        return buffer

@@ -1,0 +1,139 @@
+"""`zero.Init`: parameters are sharded as their modules are built, so that no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+
+from ..parallel import Collectives, init_distributed, local_device
+from .layout import Layout
+from .parameter import Slot, slot_of
+from .unit import Unit
+
+_OPEN_AT_ONCE = 8  # parameters that stay whole while their module is still being initialised
+
+
+class Init:
+    """A context in which each module's parameters are sharded as soon as the module is attached to its parent.
+
+    Built on torch's registration hooks, which are taken off at the end. An initialiser that touches a sharded parameter
+    later (`self.apply(init)`, `nn.init.normal_(self.head.weight)`) gets it whole; what rank 0 wrote is kept.
+
+    Args:
+        module: shard the parameters of an existing module instead.
+        config_dict_or_path: a config; its precision block gives the dtype. `config` is an alias.
+        dtype: dtype of floating-point parameters; buffers keep theirs.
+        enabled: False makes the context do nothing.
+        remote_device, pin_memory: accepted; shards rest on the compute device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **_: Any,
+    ) -> None:
+        self._enabled = enabled
+        self._comm: Collectives | None = None
+        self._dtype = dtype or _dtype_of(config_dict_or_path if config_dict_or_path is not None else config)
+        self._group = data_parallel_group
+        self._handles: list[Any] = []
+        self._built: list[nn.Module] = []
+        self._open: list[Unit] = []
+        if module is not None and enabled:
+            self._start()
+            self._shard(module)
+            self._finish()
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._start()
+            self._handles = [
+                register_module_parameter_registration_hook(self._on_parameter),
+                register_module_module_registration_hook(self._on_module),
+            ]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._enabled and exc[0] is None:
+            for module in self._built:
+                self._shard(module, recurse=False)
+            self._finish()
+        self._built = []
+
+    def _start(self) -> None:
+        init_distributed()
+        self._comm = Collectives(self._group, local_device())
+
+    def _finish(self) -> None:
+        self._settle(0)
+        self._comm = None
+
+    def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
+        if not self._built or self._built[-1] is not module:
+            self._built.append(module)
+
+    def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._shard(child)
+
+    def _shard(self, module: nn.Module, recurse: bool = True) -> None:
+        for name, param in module.named_parameters(recurse=recurse):
+            if slot_of(param) is None and not param.is_meta:
+                self._shard_one(name, param)
+
+    def _shard_one(self, name: str, param: nn.Parameter) -> None:
+        assert self._comm is not None
+        dtype = self._dtype if self._dtype is not None and param.dtype.is_floating_point else param.dtype
+        layout = Layout.even([(name, tuple(param.shape))], self._comm.world)
+        unit = Unit(name, [(name, param)], layout, self._comm, dtype=dtype, sharded=True)
+        unit.access_handler = self._on_access
+        unit.release()
+
+    def _on_access(self, unit: Unit, slot: Slot) -> None:
+        if self._comm is None:
+            unit.access_handler = None
+            unit.on_access(slot)
+        unit.gather()
+        self._open.append(unit)
+        self._settle(_OPEN_AT_ONCE)
+
+    def _settle(self, allowed: int) -> None:
+        """Shard again what an initialiser opened, keeping rank 0's values."""
+        while len(self._open) > allowed:
+            unit = self._open.pop(0)
+            if unit.gathered:
+                unit.comm.broadcast(unit.full, state="parameters", unit=unit.name)
+                unit.keep()
+                unit.release()
+
+
+def _dtype_of(config: Any) -> torch.dtype | None:
+    if config is None:
+        return None
+    if not isinstance(config, Mapping):
+        from ..config_schemas import load
+
+        config = load(config).to_dict()
+
+    def on(name: str) -> bool:
+        return (config.get(name) or {}).get("enabled") is True
+
+    if on("bf16") or on("bfloat16"):
+        return torch.bfloat16
+    return torch.float16 if on("fp16") else None

@@ -1,0 +1,183 @@
+"""A model whose states are placed: units, their gather and backward schedules, built from an unmodified nn.Module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import LayoutError
+from ..parallel.collectives import Collectives
+from .backward import BackwardPass
+from .gather import Gathering
+from .gradients import Gradients
+from .layout import Layout, flat_order
+from .materialize import Materializer, has_meta, move_buffers
+from .pick import Site, pick_sites
+from .placement import Placement
+from .statedict import StateDictHooks
+from .unit import Unit
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of the states. `compute` None keeps each parameter's own dtype; `master` None means no separate copy."""
+
+    compute: torch.dtype | None = None
+    master: torch.dtype | None = torch.float32
+    accumulate: torch.dtype = torch.float32
+    wire: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """How units are picked and how far ahead they are gathered."""
+
+    classes: Sequence[str] = ()
+    min_numel: int | None = None
+    max_numel: int | None = None
+    closed: Sequence[str] = ()
+    ahead_numel: int | None = None
+    keep_dtype_of: tuple[type, ...] = field(default=(nn.modules.batchnorm._BatchNorm,))
+
+
+class ShardedModel:
+    """Places the parameters and gradients of `module` and installs the hooks that move them.
+
+    Args:
+        module: any nn.Module, also on the meta device.
+        group_of: id(parameter) -> index of its optimizer group; parameters outside it are trained by nobody.
+        whole: cut only between parameters, for optimizers that need whole matrices.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group_of: dict[int, int],
+        placement: Placement,
+        comm: Collectives,
+        precision: Precision,
+        options: UnitOptions,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.module = module
+        self.placement = placement
+        self.comm = comm
+        self.precision = precision
+        self.whole = whole
+        self.replaced: dict[int, nn.Parameter] = {}
+        self.units: list[Unit] = []
+        self._group_of = group_of
+        _refuse_unplaceable(module)
+        kept = {id(p) for m in module.modules() if isinstance(m, options.keep_dtype_of) for p in m._parameters.values() if p is not None}
+        sites = pick_sites(module, classes=options.classes, min_numel=options.min_numel, max_numel=options.max_numel, closed=options.closed)
+        self.sites = self._build(sites, kept)
+        move_buffers(module.modules(), comm.device)
+        for name, buffer in module.named_buffers():
+            if buffer.numel():
+                comm.broadcast(buffer, state="buffers", unit=name)
+        self._place_gradients()
+        self.gathering = Gathering(self.sites, options.ahead_numel, self._begin_pass)
+        self.backward = BackwardPass(self.units, comm, self.gathering.unit_done, self.gathering.end_pass)
+        self._state_dict_hooks = StateDictHooks(module, self.sites, comm)
+
+    def _begin_pass(self) -> None:
+        self.backward.begin()
+
+    # ---- building
+
+    def _build(self, sites: list[Site], kept: set[int]) -> list[tuple[Site, list[Unit]]]:
+        materializer = Materializer(self.module, self.comm.device) if has_meta(self.module) else None
+        built = []
+        for site in sites:
+            if materializer is not None:
+                before = [id(param) for _, param in site.params]
+                materializer.bring(site)
+                for old, (_, new) in zip(before, site.params, strict=True):
+                    if old in self._group_of:
+                        self._group_of.setdefault(id(new), self._group_of[old])
+                    if old in kept:
+                        kept.add(id(new))
+            units = self._units_of(site, kept)
+            built.append((site, units))
+        if materializer is not None:
+            materializer.bring_buffers()
+            self.replaced = materializer.replaced
+        return built
+
+    def _units_of(self, site: Site, kept: set[int]) -> list[Unit]:
+        """Split a site's parameters by trainability and dtype; each kind is a unit of its own."""
+        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in site.params:
+            dtype = self._dtype_of(param, id(param) in kept)
+            kinds.setdefault((param.requires_grad, dtype), []).append((name, param))
+        units = []
+        for (trainable, dtype), params in kinds.items():
+            name = site.name if len(kinds) == 1 else f"{site.name}[{'' if trainable else 'frozen '}{str(dtype).removeprefix('torch.')}]"
+            units.append(self._unit(name, params, dtype, trainable))
+        return units
+
+    def _unit(self, name: str, params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, trainable: bool) -> Unit:
+        order = flat_order([p.numel() for _, p in params], [self._group_of.get(id(p), -1) for _, p in params])
+        params = [params[i] for i in order]
+        cut = Layout.whole if self.whole and trainable else Layout.even
+        layout = cut([(n, tuple(p.shape)) for n, p in params], self.comm.world)
+        unit = Unit(name, params, layout, self.comm, dtype=dtype, sharded=self.placement.parameters.sharded, trainable=trainable)
+        unit.index = len(self.units)
+        if trainable:
+            unit.master_interval = layout.interval(self.comm.rank) if self.placement.optimizer.sharded else (0, layout.padded)
+        unit.release()
+        self.units.append(unit)
+        return unit
+
+    def _dtype_of(self, param: nn.Parameter, keep: bool) -> torch.dtype:
+        compute = self.precision.compute
+        return compute if compute is not None and param.dtype.is_floating_point and not keep and _castable(param.dtype) else param.dtype
+
+    def _place_gradients(self) -> None:
+        for unit in self.units:
+            if not unit.trainable:
+                continue
+            low_precision = unit.dtype in (torch.float16, torch.bfloat16)
+            accumulate = self.precision.accumulate if low_precision else unit.dtype
+            unit.gradients = Gradients(
+                unit,
+                dtype=accumulate,
+                wire=self.precision.wire if low_precision or self.precision.wire.itemsize < accumulate.itemsize else accumulate,
+                sharded=self.placement.gradients.sharded,
+                interval=unit.master_interval,
+            )
+
+    def create_masters(self) -> None:
+        """Give each trainable unit the tensor that the optimizer updates: its own bytes, or a copy in the master dtype."""
+        for unit in self.units:
+            if not unit.trainable:
+                continue
+            low, high = unit.master_interval
+            own = unit.shard if unit.sharded else unit.full[low:high]
+            master = self.precision.master
+            needs_copy = master is not None and unit.dtype in (torch.float16, torch.bfloat16) and master != unit.dtype
+            unit.master = own.to(master) if needs_copy else own.detach()
+
+    def remove(self) -> None:
+        """Take all hooks off and give every parameter storage of its own, whole on every rank."""
+        self._state_dict_hooks.remove()
+        self.backward.remove()
+        self.gathering.remove()
+        for unit in self.units:
+            unit.detach()
+
+
+def _castable(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _refuse_unplaceable(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if param.is_complex():
+            raise LayoutError(f"parameter {name!r} is complex ({param.dtype}); store it as two real parameters")
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise LayoutError(f"parameter {name!r} is not initialised yet (a lazy module): run one forward before initialize()")

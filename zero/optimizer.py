@@ -1,0 +1,299 @@
+"""A torch optimizer run on shards: one step is reduce, agree, norm, clip, update, publish, at every ZeRO stage alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import EngineError, LayoutError
+from ..parallel.collectives import Collectives
+from .backward import BackwardPass
+from .runs import Run, build_runs, split_run
+from .unit import Unit
+
+# Gradients whose squares overflow fp32 are looked at again in fp64 before a step is given up.
+_NO_CLIP = 0.0
+
+
+class Scale(Protocol):
+    """What the loss was multiplied by."""
+
+    @property
+    def scale(self) -> float:
+        """The factor."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Drives the user's torch optimizer over this rank's intervals of the master weights.
+
+    `param_groups` and `state` are the inner optimizer's own, so schedulers and scripts see and set the real options;
+    the tensors in them are runs: contiguous pieces of a unit that share a parameter group.
+
+    Attributes:
+        grad_norm: global L2 norm of the last step's gradients before clipping, unscaled; None before the first step.
+        overflow: whether the last step met inf or NaN and changed nothing.
+        bad_parameter: the first parameter with a non-finite gradient in that step.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        group_of: dict[int, int],
+        backward: BackwardPass,
+        comm: Collectives,
+        *,
+        whole: bool,
+        scale: Scale,
+        clip: float = _NO_CLIP,
+    ) -> None:
+        # Optimizer.__init__ would want parameters; the inner optimizer has them.
+        self.inner = inner
+        self.units = [unit for unit in units if unit.gradients is not None]
+        self.comm = comm
+        self.backward_pass = backward
+        self.scale = scale
+        self.clip = clip
+        self.grad_norm: float | None = None
+        self.overflow = False
+        self.check_overflow = True
+        self.report: list[Any] = []  # what this rank adds to the norm's row: travels with it, read by the engine as `reports`
+        self.reports: list[list[float]] = []
+        self.bad_parameter: str | None = None
+        self.defaults = inner.defaults
+        self.param_groups = inner.param_groups
+        self.runs: list[Run] = build_runs(self.units, group_of, inner, whole=whole)
+        self._whole = whole
+        self._point_inner_at_runs()
+        self.state = inner.state
+        for unit in self.units:
+            unit.optimizer = self
+        self._order = {id(unit): index for index, unit in enumerate(self.units)}
+        self._counts = [len(unit.slots) for unit in self.units]
+        self._ungrouped = {(unit.index, slot.index) for unit in self.units for slot in unit.slots if id(slot.param) not in group_of}
+
+    def _point_inner_at_runs(self) -> None:
+        for index, group in enumerate(self.inner.param_groups):
+            group["params"] = [run.tensor for run in self.runs if run.group == index]
+
+    # ---- the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters from the gradients collected since the last step, or skip all of it on inf or NaN.
+
+        Raises:
+            EngineError: a closure was given, or no backward has run.
+            RankError: a peer is gone.
+        """
+        if closure is not None:
+            raise EngineError("step(closure) is not supported: gradients are sharded and reduced once; use an optimizer without closure")
+        if self.backward_pass.passes == 0:
+            raise EngineError("step() before backward(): no gradient has been collected since the last step")
+        touched = self._agree()
+        norm = self._global_norm()
+        self.overflow = self.check_overflow and not math.isfinite(norm)
+        self.bad_parameter = self._first_bad_parameter() if self.overflow else None
+        self.grad_norm = norm / self.scale.scale
+        if not self.overflow:
+            self._scale_gradients(self.grad_norm)
+            self._hand_over(touched)
+            self.inner.step()
+            self._take_back()
+            self._publish()
+        self.backward_pass.after_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients collected since the last step."""
+        self.backward_pass.passes = 0
+        for unit in self.units:
+            unit.gradients.clear()  # type: ignore[union-attr]
+
+    def _agree(self) -> list[bytes]:
+        """Let all ranks know which parameters got a gradient anywhere; reduce what any rank still holds locally."""
+        touched = b"".join(bytes(unit.gradients.touched) for unit in self.units)  # type: ignore[union-attr]
+        dirty = bytes(unit.gradients.dirty or not unit.gradients.reduced for unit in self.units)  # type: ignore[union-attr]
+        if self.comm.world > 1:
+            flags = torch.frombuffer(bytearray(touched + dirty), dtype=torch.uint8).to(torch.int32).to(self.comm.device)
+            agreed = (self.comm.sum_(flags) > 0).to(torch.uint8).cpu().numpy().tobytes()
+            touched, dirty = agreed[: len(touched)], agreed[len(touched) :]
+        self.backward_pass.flush([bool(flag) for flag in dirty])
+        parts, at = [], 0
+        for count in self._counts:
+            parts.append(touched[at : at + count])
+            at += count
+        return parts
+
+    def _norm_pieces(self) -> list[torch.Tensor]:
+        """Return this rank's share of the reduced gradients, each element on one rank only, whatever the stage.
+
+        Stages that keep gradients whole cut them like those that shard them, so that all stages add in one order.
+        """
+        pieces = []
+        for unit in self.units:
+            gradients = unit.gradients
+            low = gradients.interval[0]  # type: ignore[union-attr]
+            spans = [(unit.lo, unit.hi)]
+            if any((unit.index, slot.index) in self._ungrouped for slot in unit.slots):
+                spans = [
+                    (s.at + unit.lo, s.at + unit.lo + s.stop - s.start)
+                    for s in unit.layout.slices(unit.lo, unit.hi)
+                    if (unit.index, s.extent) not in self._ungrouped
+                ]
+            pieces += [gradients.owned[a - low : b - low] for a, b in spans if b > a]  # type: ignore[union-attr, index]
+        return pieces
+
+    def _global_norm(self) -> float:
+        pieces = self._norm_pieces()
+        total = self._sum_of_squares(pieces, None)
+        if not math.isfinite(total):
+            total = self._sum_of_squares(pieces, torch.float64)
+        return math.sqrt(total) if total >= 0 else math.nan
+
+    def _sum_of_squares(self, pieces: list[torch.Tensor], dtype: torch.dtype | None) -> float:
+        if pieces:
+            dtype = dtype or torch.float32
+            norms = torch.stack(torch._foreach_norm(pieces, 2, dtype)).to(torch.float64)
+            mine = norms.square().sum().reshape(1)
+        else:
+            mine = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
+        extra = [torch.as_tensor(value, dtype=torch.float64, device=self.comm.device).reshape(1) for value in self.report]
+        rows = self.comm.gather_rows(torch.cat([mine, *extra])).tolist()
+        self.reports = [row[1:] for row in rows]
+        squares = [row[0] for row in rows]
+        return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
+
+    def _scale_gradients(self, norm: float) -> None:
+        """Undo the loss scale and clip, in one pass over the owned gradients."""
+        factor = 1.0 / self.scale.scale
+        if self.clip > 0 and norm > self.clip:
+            factor *= self.clip / (norm + 1e-6)
+        if factor != 1.0:
+            owned: list[Any] = [unit.gradients.owned for unit in self.units if unit.gradients.owned.numel()]  # type: ignore[union-attr]
+            if owned:
+                torch._foreach_mul_(owned, factor)
+
+    def _hand_over(self, touched: list[bytes]) -> None:
+        """Give each run its gradient; a parameter that no rank used gets none, so it neither decays nor counts a step."""
+        runs: list[Run] = []
+        was_split = False
+        for run in self.runs:
+            flags = [touched[self._order[id(run.unit)]][index] for index in run.slots]
+            if any(flags) and not all(flags):
+                parts = split_run(run, flags, self.inner)
+                was_split = True
+            else:
+                parts = [run]
+            runs += parts
+        if was_split:
+            self.runs = runs
+            self._point_inner_at_runs()
+        for run in self.runs:
+            used = touched[self._order[id(run.unit)]][run.slots[0]]
+            run.tensor.grad = run.gradient() if used else None
+
+    def _take_back(self) -> None:
+        for run in self.runs:
+            run.tensor.grad = None
+
+    def _publish(self) -> None:
+        pending = [unit.publish() for unit in self.units]
+        for each in pending:
+            each.wait()
+
+    def _first_bad_parameter(self) -> str:
+        """Return the name of the first parameter whose reduced gradient is not finite, the same on every rank."""
+        found = math.inf
+        base = 0
+        for unit in self.units:
+            gradients = unit.gradients
+            low, high = gradients.interval  # type: ignore[union-attr]
+            for part in unit.layout.slices(low, high):
+                piece = gradients.owned[part.at : part.at + part.stop - part.start]  # type: ignore[union-attr, index]
+                if base + part.extent < found and not bool(torch.isfinite(piece).all()):
+                    found = base + part.extent
+            base += len(unit.slots)
+        rows = self.comm.gather_rows(torch.tensor([found], dtype=torch.float64, device=self.comm.device))
+        first = rows.min().item()
+        names = [slot.name for unit in self.units for slot in unit.slots]
+        return names[int(first)] if math.isfinite(first) else "none (the norm itself overflows)"
+
+    # ---- state of this rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's optimizer state: per run its place and state tensors, and the group options."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        runs = [
+            {
+                "unit": run.unit.name,
+                "start": run.start,
+                "stop": run.stop,
+                "group": run.group,
+                "state": dict(self.inner.state.get(run.tensor, {})),
+            }
+            for run in self.runs
+        ]
+        return {"param_groups": groups, "runs": runs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what state_dict() returned on the same rank of the same layout.
+
+        Raises:
+            LayoutError: the units, intervals or groups differ from the saved ones.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise LayoutError(f"the saved optimizer has {len(groups)} parameter groups, this one {len(self.param_groups)}")
+        by_name = {unit.name: unit for unit in self.units}
+        runs = []
+        for saved in state_dict["runs"]:
+            if saved["unit"] not in by_name:
+                raise LayoutError(f"the saved optimizer state belongs to unit {saved['unit']!r}, which this model does not have")
+            runs.append(Run(by_name[saved["unit"]], saved["group"], saved["start"], saved["stop"], whole=self._whole))
+        if _covered(runs) != _covered(self.runs):
+            raise LayoutError("the saved optimizer state covers other intervals than this rank owns: ranks, stage or model differ")
+        self.runs = runs
+        self.inner.state.clear()
+        for run, saved in zip(runs, state_dict["runs"], strict=True):
+            if saved["state"]:
+                move = lambda v: v.to(self.comm.device) if isinstance(v, torch.Tensor) and v.dim() else v  # noqa: E731
+                self.inner.state[run.tensor] = {key: move(value) for key, value in saved["state"].items()}
+        self._point_inner_at_runs()
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(saved)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: shards are laid out once."""
+        raise EngineError("parameters cannot be added to a sharded optimizer after initialize(); pass all groups to it")
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale."""
+        return self.scale.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.grad_norm
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer."""
+        return self.inner
+
+    def __repr__(self) -> str:
+        return f"Sharded({type(self.inner).__name__}, {len(self.runs)} runs on rank {self.comm.rank} of {self.comm.world})"
+
+
+def _covered(runs: Sequence[Run]) -> set[tuple[str, int, int, int]]:
+    """Return the covered element spans with adjacent runs of one group joined, so that splits do not matter."""
+    spans: list[tuple[str, int, int, int]] = []
+    for run in sorted(runs, key=lambda r: (r.unit.name, r.start)):
+        if spans and spans[-1][0] == run.unit.name and spans[-1][1] == run.group and spans[-1][3] == run.start:
+            spans[-1] = (*spans[-1][:3], run.stop)
+        else:
+            spans.append((run.unit.name, run.group, run.start, run.stop))
+    return set(spans)

@@ -1,0 +1,127 @@
+"""Pick units from a module tree without touching the user's code: repeated children, then whatever is left as the root."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+LEAF_MIN_NUMEL = 1 << 16  # repeated single layers are grouped to at least this, or each would be a collective of its own
+
+
+@dataclass
+class Site:
+    """Where a unit is used: the modules whose forward needs it, in order, and the parameters it will hold."""
+
+    name: str
+    modules: list[nn.Module]
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def pick_sites(
+    model: nn.Module,
+    *,
+    classes: Sequence[str] = (),
+    min_numel: int | None = None,
+    max_numel: int | None = None,
+    closed: Sequence[str] = (),
+) -> list[Site]:
+    """Return the sites of `model`, the root first; every parameter is in exactly one of them.
+
+    Args:
+        classes: class names (or dotted paths) whose every outermost instance is a site; empty: repeated children of
+            Sequential, ModuleList and ModuleDict.
+        min_numel: consecutive candidates are grouped until they hold this many elements; None: blocks stand alone and
+            repeated single layers are grouped to LEAF_MIN_NUMEL.
+        max_numel: a candidate with more elements is opened and its own repeated children are taken.
+        closed: class names that are taken as one site wherever they stand, and never opened.
+
+    A parameter that several sites use belongs to the root, which stays gathered while any of them runs.
+    """
+    candidates = list(_named_class_instances(model, "", set(classes))) if classes else list(_repeated(model, "", max_numel, set(closed)))
+    sites = [Site("root", [model]), *_grouped(candidates, min_numel, bool(classes))]
+    names = {id(param): name for name, param in model.named_parameters()}
+    users: dict[int, list[int]] = {}
+    inside = {id(m) for site in sites[1:] for top in site.modules for m in top.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for param in module._parameters.values():
+                if param is not None:
+                    users.setdefault(id(param), []).append(0)
+    for index, site in enumerate(sites[1:], start=1):
+        for module in site.modules:
+            for param in module.parameters():
+                users.setdefault(id(param), []).append(index)
+    by_id = {id(param): param for param in model.parameters()}
+    for key, param in by_id.items():
+        owners = set(users[key])
+        owner = owners.pop() if len(owners) == 1 else 0
+        sites[owner].params.append((names[key], param))
+    return [sites[0], *(site for site in sites[1:] if site.params)]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _is_one_of(module: nn.Module, classes: set[str]) -> bool:
+    cls = type(module)
+    return cls.__name__ in classes or f"{cls.__module__}.{cls.__qualname__}" in classes
+
+
+def _named_class_instances(module: nn.Module, prefix: str, classes: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if _is_one_of(child, classes):
+            yield path, child
+        else:
+            yield from _named_class_instances(child, f"{path}.", classes)
+
+
+def _repeated(module: nn.Module, prefix: str, max_numel: int | None, closed: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield children of containers whose class occurs there at least twice; look inside everything else."""
+    kinds = Counter(type(child) for child in module.children() if _numel(child)) if isinstance(module, CONTAINERS) else Counter()
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        is_candidate = kinds[type(child)] >= 2 and not isinstance(child, CONTAINERS)
+        small_enough = max_numel is None or _numel(child) <= max_numel or not list(child.children())
+        if _is_one_of(child, closed) or (is_candidate and small_enough):
+            yield path, child
+        else:
+            yield from _repeated(child, f"{path}.", max_numel, closed)
+
+
+def _grouped(candidates: list[tuple[str, nn.Module]], min_numel: int | None, named: bool) -> list[Site]:
+    """Join consecutive candidates of one parent until each group is large enough."""
+    sites: list[Site] = []
+    size, parent = 0, None
+    for path, module in candidates:
+        single_layer = not list(module.children())
+        wanted = min_numel if min_numel is not None else (LEAF_MIN_NUMEL if single_layer and not named else 0)
+        here = path.rpartition(".")[0]
+        if sites and here == parent and size < wanted:
+            sites[-1].modules.append(module)
+            sites[-1].name = f"{sites[-1].name.split('..')[0]}..{path.rpartition('.')[2]}"
+            size += _numel(module)
+        else:
+            sites.append(Site(path, [module]))
+            size, parent = _numel(module), here
+    return sites
+
+
+def tensors_in(tree: object, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module's inputs or outputs: nested containers, dataclasses and plain objects."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(tree, (list, tuple, set, frozenset)):
+        for item in tree:
+            yield from tensors_in(item, depth + 1)
+    elif depth < 8 and hasattr(tree, "__dict__") and not isinstance(tree, (nn.Module, type)):
+        yield from tensors_in(vars(tree), depth + 1)

@@ -1,0 +1,125 @@
+"""Runs: the pieces of master weights that an optimizer updates as one tensor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .layout import Slice
+from .unit import Unit
+
+
+class Run:
+    """Elements [start, stop) of a unit's flat space that share a parameter group, seen by the optimizer as one tensor.
+
+    With `whole` the run is exactly one parameter, in its own shape, for optimizers that look at rows or matrices.
+    """
+
+    __slots__ = ("group", "slots", "start", "stop", "tensor", "unit", "whole")
+
+    def __init__(self, unit: Unit, group: int, start: int, stop: int, *, whole: bool) -> None:
+        self.unit = unit
+        self.group = group
+        self.start = start
+        self.stop = stop
+        self.whole = whole
+        self.slots = [part.extent for part in unit.layout.slices(start, stop)]
+        low = unit.master_interval[0]
+        with torch.no_grad():
+            self.tensor = self._shaped(unit.master[start - low : stop - low])  # type: ignore[index]
+
+    def gradient(self) -> torch.Tensor:
+        """Return the reduced gradient of these elements in the master's dtype and this run's shape."""
+        low = self.unit.gradients.interval[0]  # type: ignore[union-attr]
+        piece = self.unit.gradients.owned[self.start - low : self.stop - low]  # type: ignore[union-attr, index]
+        return self._shaped(piece).to(self.tensor.dtype)
+
+    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self.unit.slots[self.slots[0]].shape) if self.whole else flat
+
+
+def build_runs(units: Sequence[Unit], group_of: dict[int, int], inner: torch.optim.Optimizer, *, whole: bool) -> list[Run]:
+    """Return the runs of this rank and move the optimizer's existing state, keyed by parameter, to them.
+
+    Parameters of one group that lie side by side become one run: few large tensors instead of many small ones.
+    An optimizer that already has state keeps a run per parameter, since step counts may differ.
+    """
+    before = {id(param): state for param, state in inner.state.items()}
+    inner.state.clear()
+    runs: list[Run] = []
+    for unit in units:
+        group_at = [group_of.get(id(slot.param)) for slot in unit.slots]
+        for low, high in _cuts(unit):
+            open_at: tuple[int, int, int] | None = None  # group, start, stop
+            for part in unit.layout.slices(low, high):
+                group = group_at[part.extent]
+                start = low + part.at
+                stop = start + part.stop - part.start
+                state = before.get(id(unit.slots[part.extent].param))
+                joins = open_at is not None and open_at[0] == group and open_at[2] == start and not whole and state is None
+                if joins:
+                    open_at = (group, open_at[1], stop)  # type: ignore[assignment, index]
+                    continue
+                if open_at is not None:
+                    runs.append(Run(unit, *open_at, whole=whole))
+                open_at = None if group is None else (group, start, stop)
+                if open_at is not None and state is not None:
+                    runs.append(Run(unit, *open_at, whole=whole))
+                    _adopt_state(inner, runs[-1], state, part)
+                    open_at = None
+            if open_at is not None:
+                runs.append(Run(unit, *open_at, whole=whole))
+    return runs
+
+
+def _cuts(unit: Unit) -> list[tuple[int, int]]:
+    """Return the ranks' intervals inside this rank's master interval.
+
+    A rank that updates everything works in the same pieces as ranks that each update one: torch's fused CPU kernels
+    round the last elements of a tensor differently (seen on 2.13), and so all stages give the same bits.
+    """
+    low, high = unit.master_interval
+    bounds = unit.layout.bounds
+    return [(a, b) for a, b in itertools.pairwise(bounds) if low <= a and b <= high and a < b]
+
+
+def split_run(run: Run, flags: Sequence[int], inner: torch.optim.Optimizer) -> list[Run]:
+    """Cut a run where `flags` (one per parameter in it) change, and its state with it.
+
+    The cut is local to this rank and final: an elementwise optimizer gives the same values either way.
+    """
+    cuts = [run.start]
+    for left, right, slot in zip(flags, flags[1:], run.slots[1:], strict=False):
+        if bool(left) != bool(right):
+            cuts.append(run.unit.slots[slot].offset)
+    cuts.append(run.stop)
+    state = inner.state.pop(run.tensor, None)
+    parts = [Run(run.unit, run.group, a, b, whole=run.whole) for a, b in itertools.pairwise(cuts)]
+    for part in parts:
+        if state:
+            at = part.start - run.start
+            inner.state[part.tensor] = _cut_state(state, run.stop - run.start, at, at + part.stop - part.start)
+    return parts
+
+
+def _adopt_state(inner: torch.optim.Optimizer, run: Run, state: dict[str, Any], part: Slice) -> None:
+    numel = run.unit.layout.extents[part.extent].numel
+    cut = _cut_state(state, numel, part.start, part.stop)
+    inner.state[run.tensor] = {
+        key: value.view(run.tensor.shape) if isinstance(value, torch.Tensor) and value.numel() == run.tensor.numel() > 1 else value
+        for key, value in cut.items()
+    }
+
+
+def _cut_state(state: dict[str, Any], numel: int, start: int, stop: int) -> dict[str, Any]:
+    """Return a copy of one tensor's state for elements [start, stop); scalars such as step counts are repeated."""
+    cut: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            cut[key] = value.reshape(-1)[start:stop].clone() if value.numel() == numel and value.dim() else value.clone()
+        else:
+            cut[key] = value
+    return cut

@@ -1,0 +1,193 @@
+"""A unit: parameters that are gathered, updated and released together, as views of one flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import EngineError
+from ..parallel.collectives import DONE, Collectives, Pending
+from .gradients import Gradients
+from .layout import Layout
+from .parameter import SLOT, Slot, hide, show, slot_of
+
+AccessHandler = Callable[["Unit", Slot], None]
+
+
+class Unit:
+    """Parameters of one dtype, one trainability and one life cycle.
+
+    While gathered, every parameter is a view of `full`. Sharded units rest as `shard`, this rank's interval; their full
+    storage is resized to nothing and back, so that views which autograd saved see the weights again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        layout: Layout,
+        comm: Collectives,
+        *,
+        dtype: torch.dtype,
+        sharded: bool,
+        trainable: bool = True,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.comm = comm
+        self.dtype = dtype
+        self.sharded = sharded and comm.world > 1
+        self.trainable = trainable
+        self.index = 0
+        self.lo, self.hi = layout.interval(comm.rank)
+        self.pinned = False  # stays gathered from the start of a forward to the end of its backward
+        self.holds = 0  # contexts that need the values to stay
+        self.access_handler: AccessHandler | None = None
+        self.optimizer: Any = None  # the ShardedOptimizer that updates this unit, for reading its states
+        self.gradients: Gradients | None = None
+        self.master: torch.Tensor | None = None  # set by the optimizer: the dtype and interval that it updates
+        self.master_interval = (0, layout.padded)
+        self._pending: Pending | None = None
+        self._nan = torch.full((1,), float("nan"), dtype=dtype, device=comm.device)
+        self.full = torch.zeros(layout.padded, dtype=dtype, device=comm.device)
+        self.slots = [Slot(self, i, name, param) for i, (name, param) in enumerate(named_params)]
+        self._adopt()
+        comm.broadcast(self.full, state="parameters", unit=name)  # every rank starts from rank 0's values
+        self.gathered = True
+        own = self.full[self.lo : self.hi]
+        self.shard = own.clone() if self.sharded else own
+
+    def _adopt(self) -> None:
+        """Copy each parameter into the flat buffer and make it a view of it, one at a time, freeing the original."""
+        for slot in self.slots:
+            old = slot_of(slot.param)
+            if old is not None and old.unit is not self:
+                old.unit.gather()
+                slot.cls = old.cls
+            end = slot.offset + slot.numel
+            slot.view = self.full[slot.offset : end].view(slot.shape)
+            with torch.no_grad():
+                slot.view.copy_(slot.param.detach())
+            slot.param.grad = None
+            # .data keeps the parameter's own version counter: refilling the buffer does not look like a user's write
+            slot.param.data = slot.view
+            setattr(slot.param, SLOT, slot)
+            if self.sharded:  # the attributes by which other libraries recognise a sharded parameter
+                slot.param.ds_id, slot.param.ds_shape, slot.param.ds_numel = id(slot), slot.shape, slot.numel  # type: ignore[attr-defined]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer while gathered."""
+        return self.layout.padded * self.dtype.itemsize
+
+    # ---- gather and release
+
+    def request(self) -> None:
+        """Start gathering; nothing happens when the values are here or on their way."""
+        if self.gathered or self._pending is not None:
+            return
+        self.full.untyped_storage().resize_(self.full_bytes)
+        with torch.no_grad():
+            self.full[self.lo : self.hi].copy_(self.shard)
+        self._pending = self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
+
+    def gather(self) -> None:
+        """Return when every parameter of the unit holds its values on this rank.
+
+        Raises:
+            RankError: a peer is gone.
+        """
+        if self.gathered:
+            return
+        self.request()
+        pending, self._pending = self._pending, None
+        (pending or DONE).wait()
+        self.gathered = True
+        for slot in self.slots:
+            show(slot)
+
+    def release(self) -> None:
+        """Let the full buffer go; without effect for a unit that is not sharded, or while a context holds it."""
+        if not self.sharded or self.holds:
+            return
+        if self._pending is not None:
+            self.gather()
+        if not self.gathered:
+            return
+        for slot in self.slots:
+            hide(slot, self._nan)
+        self.full.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def keep(self) -> None:
+        """Take over what was written into the gathered parameters: shard and master follow."""
+        if not self.gathered:
+            raise EngineError(f"unit {self.name!r} has nothing to keep: its parameters are not gathered")
+        with torch.no_grad():
+            if self.sharded:
+                self.shard.copy_(self.full[self.lo : self.hi])
+            if self.master is not None and not self.master_is_shard:
+                low, high = self.master_interval
+                self.master.copy_(self.full[low:high])
+
+    @property
+    def master_is_shard(self) -> bool:
+        """Whether the optimizer updates the parameter's own bytes (fp32), with no separate master copy."""
+        return self.master is not None and self.master.dtype == self.dtype
+
+    def on_access(self, slot: Slot) -> None:
+        """Gather because values were touched while released, or say what to call instead."""
+        if self.access_handler is not None:
+            self.access_handler(self, slot)
+            return
+        raise EngineError(
+            f"parameter {slot.name!r} is sharded over {self.comm.world} ranks (ZeRO-3) and its values are not here; "
+            "read or change it inside `with stateroom.zero.GatheredParameters([param]):` on every rank, "
+            "or use engine.module_state_dict() for whole weights"
+        )
+
+    # ---- after the optimizer
+
+    def publish(self) -> Pending:
+        """Bring updated master values to the parameters: cast, and all-gather where every rank keeps them whole."""
+        if self.master is None:
+            return DONE
+        low, high = self.master_interval
+        with torch.no_grad():
+            if not self.master_is_shard:
+                target = self.shard if self.sharded else self.full[low:high]
+                target.copy_(self.master)
+        if self.sharded:
+            self._refresh()
+            return DONE
+        if (low, high) == (0, self.layout.padded):
+            return DONE
+        return self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
+
+    def _refresh(self) -> None:
+        """Drop gathered values that the shard has outgrown; gather anew where a context holds them."""
+        if self._pending is not None:
+            self.gather()
+        if self.gathered and self.holds:
+            with torch.no_grad():
+                self.full[self.lo : self.hi].copy_(self.shard)
+            self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name).wait()
+        else:
+            self.release()
+
+    def detach(self) -> None:
+        """Give every parameter its own storage again and forget them."""
+        self.gather()
+        for slot in self.slots:
+            slot.param.data = slot.view.clone()  # type: ignore[union-attr]
+            slot.param.grad = None
+            for name in (SLOT, "ds_id", "ds_shape", "ds_numel", "ds_status"):
+                vars(slot.param).pop(name, None)
+        self.slots = []
+        self.optimizer = self.access_handler = None
+        self.full = self.shard = torch.empty(0, dtype=self.dtype)
+        self.master = None
+        self.gradients = None
