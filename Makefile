@@ -33,7 +33,7 @@ test: $(STAMP)   ## the tests, without the exhaustive matrix
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full"
 
 test-all: $(STAMP)  ## every test, the exhaustive matrix too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full"
 
 lint: $(STAMP)   ## ruff and mypy
 	$(BIN)/ruff check .

@@ -77,6 +77,11 @@ def accelerator_override(env: Mapping[str, str] | None = None) -> str | None:
     return env.get("STATEROOM_ACCELERATOR") or env.get("DS_ACCELERATOR") or None
 
 
+def set_for_children(name: str, value: str) -> None:
+    """Set a variable that processes started from here will inherit."""
+    os.environ[name] = value
+
+
 def inherited(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return a copy of the environment for child processes."""
     return dict(os.environ if env is None else env)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ..errors import ConfigError
+
 
 class EpochSampler(Sampler[int]):
     """This rank's share of a shuffled epoch, equal in length on all ranks; may start in the middle."""
@@ -148,4 +150,4 @@ class RepeatingLoader:
 
 def _require_map_style(dataset: Dataset[Any]) -> None:
     if len(dataset) == 0:  # type: ignore[arg-type]
-        raise ValueError("training_data is empty: it has length 0")
+        raise ConfigError("training_data is empty: it has length 0")

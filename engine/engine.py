@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, EngineError
+from ..ledger import Ledger
 from ..parallel import Collectives
+from ..parallel.collectives import Traffic
 from ..zero.backward import in_backward
 from ..zero.model import ShardedModel
 from ..zero.optimizer import ShardedOptimizer
@@ -24,7 +26,7 @@ from .loss_scale import LossScale
 from .precision import cast_inputs, forward_context
 from .progress import Progress, Timers
 from .regions import Regions
-from .reporting import ledger_of
+from .reporting import ledger_of, step_traffic
 
 _PLAIN_FP16 = (
     "loss.backward() under fp16 would leave the loss unscaled and its small gradients lost; "
@@ -59,6 +61,8 @@ class Engine(ConfigGetters, nn.Module):
         self.module = model.module
         self.config = config
         self.optimizer = optimizer
+        if optimizer is not None:
+            optimizer.before_update = self._raise_on_nan_loss
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = loader
         self.loss_fn = loss_fn
@@ -74,6 +78,7 @@ class Engine(ConfigGetters, nn.Module):
         self._timers = Timers(config.wall_clock_breakdown, self.device)
         self._context = forward_context(config, self.device)
         self._boundary: bool | None = None  # set by hand, else counted
+        self._window_micros = 0  # micro-batches since the last update
         self._in_no_sync = False
         self._seen_passes = 0
         self._step_applied = False
@@ -83,6 +88,8 @@ class Engine(ConfigGetters, nn.Module):
         self._window_count = 0
         self._tokens = 0
         self._destroyed = False
+        self.last_step_traffic: dict[tuple[str, str], Traffic] = {}
+        self._traffic_mark: dict[tuple[str, str], Traffic] = {}
 
     # ---- forward
 
@@ -207,6 +214,7 @@ class Engine(ConfigGetters, nn.Module):
             raise EngineError("step() inside no_sync() on an accumulation boundary: leave the context first")
         self._seen_passes = backward.total_passes
         self.micro_steps += 1
+        self._window_micros = 0 if boundary else self._window_micros + 1
         self._step_applied = False
         if boundary:
             self._update()
@@ -224,10 +232,11 @@ class Engine(ConfigGetters, nn.Module):
         self._bad_loss = self._window_loss = None
         self._window_count = 0
         optimizer.step()
-        self._raise_on_nan_loss(optimizer.reports)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._after_update(optimizer)
+        mark, self._traffic_mark = self._traffic_mark, self.comm.snapshot()
+        self.last_step_traffic = step_traffic(mark, self._traffic_mark)
         self._timers.add("step", began)
         loss = sum(report[1] for report in optimizer.reports) / len(optimizer.reports) if had_loss else None
         self._record(loss)
@@ -243,7 +252,7 @@ class Engine(ConfigGetters, nn.Module):
             return
         self.skipped_steps += 1
         self._skips_in_a_row += 1
-        if self.scaler.at_minimum and self.fp16_enabled():
+        if self.scaler.at_minimum:
             changes = ", ".join(f"{scale:g} since update {step}" for step, scale in self.scaler.history[-8:])
             raise EngineError(
                 f"fp16: gradients overflow at step {self.global_steps} with the loss scale at its minimum {self.scaler.scale:g}, after "
@@ -254,7 +263,7 @@ class Engine(ConfigGetters, nn.Module):
         self.scaler.update(True)
         self.progress.warn(
             f"step {self.global_steps} skipped: the gradient of {optimizer.bad_parameter!r} is not finite"
-            + (f"; loss scale {old:g} -> {self.scaler.scale:g}" if self.fp16_enabled() else "; weights are unchanged")
+            + (f"; loss scale {old:g} -> {self.scaler.scale:g}" if self.scaler.dynamic else "; weights are unchanged")
         )
 
     def _raise_on_nan_loss(self, reports: list[list[float]]) -> None:
@@ -293,7 +302,7 @@ class Engine(ConfigGetters, nn.Module):
         """Whether the coming (or current) step() updates the parameters."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._window_micros + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say by hand whether the next step() updates, instead of counting micro-batches."""
@@ -477,9 +486,12 @@ class Engine(ConfigGetters, nn.Module):
         """Whether units are compiled."""
         return self.regions.compiled
 
-    def ledger(self) -> Any:
-        """Return the account of states and traffic, predicted and measured on this rank; printing it gives the tables."""
-        return ledger_of(self)
+    def ledger(self, show: bool = True) -> Ledger:
+        """Return the account of states and traffic, predicted and measured on this rank; the first rank prints its tables too."""
+        ledger = ledger_of(self)
+        if show and self.comm.rank == 0:
+            ledger.print()
+        return ledger
 
     def destroy(self) -> None:
         """Take all hooks off, give the module ordinary parameters again (whole on every rank), and free the rest."""
@@ -489,6 +501,8 @@ class Engine(ConfigGetters, nn.Module):
         self.sharded.remove()
         self.progress.close()
         self.comm.close()
+        if self.optimizer is not None:
+            self.optimizer.before_update = None
         self.optimizer = None
         self._destroyed = True
 

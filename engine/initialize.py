@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import platform
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +16,7 @@ from ..config_schemas import Config, Facts, load
 from ..errors import ConfigError, EngineError
 from ..parallel import Collectives, axis_sizes, init_distributed, local_device
 from ..version import __version__
+from ..zero.leaf import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from ..zero.model import ShardedModel, UnitOptions
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.placement import STAGES
@@ -30,6 +29,7 @@ from .precision import loss_scale, state_dtypes
 from .progress import Progress, get_logger
 from .regions import Regions
 from .schedules import build_scheduler
+from .seeding import set_random_seed
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -135,9 +135,7 @@ def _say_notes(cfg: Config, progress: Progress) -> None:
 
 def _apply_globals(cfg: Config) -> None:
     if cfg.seed is not None:
-        random.seed(cfg.seed)
-        np.random.seed(cfg.seed % 2**32)
-        torch.manual_seed(cfg.seed)
+        set_random_seed(cfg.seed)
     if cfg.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if cfg.disable_python_gc:
@@ -168,8 +166,9 @@ def _place(
 ) -> tuple[ShardedModel, ShardedOptimizer | None, LossScale]:
     zero = cfg.zero_optimization
     placement = STAGES[zero.stage]
-    whole = prepared is not None and prepared.whole and placement.optimizer.sharded
+    whole = prepared is not None and prepared.whole
     ahead = _ahead(cfg)
+    _mark_leaves(model, zero.leaf_module)
     options = UnitOptions(
         classes=cfg.units.classes,
         min_numel=None if cfg.units.min_numel == "auto" else cfg.units.min_numel,
@@ -195,6 +194,13 @@ def _place(
     )
     sharded_optimizer.check_overflow = not (cfg.bf16.enabled and not cfg.bf16.check_grad_overflow)
     return sharded, sharded_optimizer, scale
+
+
+def _mark_leaves(model: nn.Module, section: Any) -> None:
+    for key, mark in (("names", set_z3_leaf_modules_by_name), ("name_suffixes", set_z3_leaf_modules_by_suffix)):
+        _, missing = mark(model, getattr(section, key), raise_if_not_found=False)
+        if missing:
+            raise ConfigError(f"zero_optimization.leaf_module.{key}: no module fits {missing}; full names are those of named_modules()")
 
 
 def _ahead(cfg: Config) -> int | None:

@@ -12,6 +12,9 @@ from typing import Any
 import psutil
 import torch
 
+from ..parallel.accelerator import local_device
+from ..parallel.comm import get_rank
+
 LOGGER = "stateroom"
 
 
@@ -144,3 +147,9 @@ def memory_report(device: torch.device) -> str:
         return f"resident {memory_bytes(device) / 2**30:.2f} GiB, host used {host.used / 2**30:.1f} of {host.total / 2**30:.1f} GiB"
     peak = torch.accelerator.max_memory_allocated()
     return f"allocated {memory_bytes(device) / 2**30:.2f} GiB, highest {peak / 2**30:.2f} GiB"
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print the message and the memory in use, from rank 0; nothing unless `force`, as in DeepSpeed."""
+    if force and get_rank() == 0:
+        get_logger().info(f"{message}: {memory_report(local_device())}")

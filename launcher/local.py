@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..environment import inherited
+from ..environment import inherited, set_for_children
 from ..parallel.accelerator import device_type
 from .cli import Request
 
@@ -75,7 +75,7 @@ def _set_threads(num_ranks: int) -> str:
     if chosen is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         chosen = str(max(1, cores // num_ranks))
-        os.environ["OMP_NUM_THREADS"] = chosen
+        set_for_children("OMP_NUM_THREADS", chosen)
     return chosen
 
 

@@ -203,6 +203,8 @@ class Collectives:
         if key not in self.traffic:
             self.traffic[key] = Traffic()
         self.traffic[key].add(num_bytes, sent_bytes)
+        if not dist.is_initialized():  # the group object outlives its destruction, and on gloo even works on
+            raise self._failed(kind, state, unit, RuntimeError())
         sequence = self.ring.start(kind, state, unit, num_bytes)
         try:
             wait = start(self._tag(kind, unit))
@@ -228,10 +230,10 @@ class Collectives:
         return self._tags[key]
 
     def _failed(self, kind: str, state: str, unit: str, error: BaseException) -> RankError:
-        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        what = f"{kind} of {state} for unit {unit!r} failed on rank {self.rank} of {self.world}"
         if not dist.is_initialized():
-            detail = "the process group was destroyed; create it again and call initialize anew"
+            return RankError(f"{what}: the process group was destroyed; create it again and call initialize anew")
+        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return RankError(
-            f"{kind} of {state} for unit {unit!r} failed on rank {self.rank} of {self.world}: {detail}. "
-            "A peer ended, or the ranks do not run the same steps; look at the other ranks' first error"
+            f"{what}: {detail}. A peer ended, or the ranks do not run the same steps; look at the other ranks' first error"
         )

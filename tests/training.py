@@ -16,7 +16,7 @@ def config_for(stage: int, precision: str, gas: int, micro: int = 2, **extra):
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1}},
         "zero_optimization": {"stage": stage},
         "units": {"min_numel": 0},
     }
@@ -60,7 +60,7 @@ def master_weights(engine):
     return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
 
 
-def train_plain(model_name, precision, gas, steps, ranks, lr=1e-2, weight_decay=0.1, clip=CLIP, optimizer=None):
+def train_plain(model_name, precision, gas, steps, ranks, lr=2e-3, weight_decay=0.1, clip=CLIP, optimizer=None):
     """The master-weight recipe written out: one process, the same global batch."""
     model = build(model_name)
     dtype = DTYPES[precision]

@@ -103,6 +103,8 @@ class BackwardPass:
         self._in_flight.clear()
         for unit in self.units:
             unit.gradients.clear()  # type: ignore[union-attr]
+            for slot in unit.slots:  # what autograd left where the error stopped it
+                slot.param.grad = None
         self._on_end()
 
     def flush(self, dirty: Sequence[bool]) -> None:
@@ -184,6 +186,6 @@ class BackwardPass:
         unique = list(dict.fromkeys(unit.index for unit in seen))
         rest = [unit.index for unit in self._order if unit.index not in set(unique)]
         order = torch.tensor(unique + rest, dtype=torch.int64, device=self.comm.device)
-        self.comm.broadcast(order, unit="order")
+        self.comm.broadcast(order, state="setup", unit="order")
         by_index = {unit.index: unit for unit in self.units}
         self._order = [by_index[index] for index in order.tolist()]

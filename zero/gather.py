@@ -60,6 +60,7 @@ class Gathering:
         self._begin_pass = begin_pass
         self._forward, self._backward = Trace(), Trace()
         self._depth = 0
+        self._purpose = "parameters"
         self._inputs_done: set[int] = set()
         self._done_units: set[int] = set()
         self._handles: list[Any] = []
@@ -89,6 +90,7 @@ class Gathering:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if index == 0 and self._depth == 0 and not in_backward():
                 self._forward.restart()
+                self._purpose = "parameters" if torch.is_grad_enabled() else "evaluation"
             self._depth += 1
             self._need(index, self._backward if in_backward() else self._forward)
             if torch.is_grad_enabled() and any(not unit.trainable for unit in self._units[index]):
@@ -124,6 +126,7 @@ class Gathering:
 
     def _before_backward(self, index: int) -> None:
         self._begin_pass()
+        self._purpose = "parameters"
         if not self._backward.now:
             self._backward.restart(list(reversed(self._forward.now)))
         self._need(index, self._backward)
@@ -174,7 +177,7 @@ class Gathering:
     def _need(self, index: int, trace: Trace) -> None:
         units = self._units[index]
         for unit in units:
-            unit.request()
+            unit.request(self._purpose)
         for unit in units:
             unit.gather()
         budget = self._ahead_numel
@@ -189,7 +192,7 @@ class Gathering:
 
     def _request(self, site: int) -> None:
         for unit in self._units[site]:
-            unit.request()
+            unit.request(self._purpose)
 
     def _release(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -203,7 +206,7 @@ class Gathering:
                 "read or change it inside `with stateroom.zero.GatheredParameters([param]):` on every rank, "
                 "or use engine.module_state_dict() for whole weights"
             )
-        unit.gather()
+        unit.gather(self._purpose)
         unit.pinned = True
 
     def gathered_numel(self) -> int:

@@ -30,6 +30,8 @@ class Gradients:
         count = len(unit.slots)
         self.filled = bytearray(count)  # has a value in `full`
         self.touched = bytearray(count)  # got a gradient since the last step
+        self._params = [slot.param for slot in unit.slots]
+        self._views: list[torch.Tensor] | None = None
         self.full: torch.Tensor | None = None
         self.owned: torch.Tensor | None = None
         self.reduced = False  # `owned` holds sums over ranks
@@ -47,26 +49,26 @@ class Gradients:
 
     def accept(self, index: int, factor: float) -> None:
         """Move the gradient that autograd left on parameter `index`, times `factor`, into the flat buffer."""
-        param = self.unit.slots[index].param
+        param = self._params[index]
         grad = param.grad
         if grad is None:
             return
         param.grad = None
-        if not self.sharded and self.reduced and not self.dirty:
+        if self.reduced and not self.sharded and not self.dirty:
             self._set_aside()
-        view = self._view(index)
-        grad = grad.detach()
-        with torch.no_grad():
-            if grad.is_sparse or self.filled[index]:
-                if not self.filled[index]:
-                    view.zero_()
-                view.add_(grad, alpha=factor)
-            elif factor == 1.0 or grad.dtype != self.dtype:
-                view.copy_(grad)
-                if factor != 1.0:
-                    view.mul_(factor)
-            else:
-                torch.mul(grad, factor, out=view)
+        view = self._views[index] if self._views is not None else self._open_views()[index]
+        if grad.requires_grad:  # create_graph: the values are enough here
+            grad = grad.detach()
+        if grad.is_sparse or self.filled[index]:
+            if not self.filled[index]:
+                view.zero_()
+            view.add_(grad, alpha=factor)
+        elif factor == 1.0 or grad.dtype != self.dtype:
+            view.copy_(grad)
+            if factor != 1.0:
+                view.mul_(factor)
+        else:
+            torch.mul(grad, factor, out=view)
         self.filled[index] = self.touched[index] = 1
 
     def reduce(self) -> Pending:
@@ -97,7 +99,7 @@ class Gradients:
                 self._owned_buffer.add_(part)
             else:
                 self._owned_buffer.copy_(part)
-            self.owned, self.full = self._owned_buffer, None
+            self.owned, self.full, self._views = self._owned_buffer, None, None
         elif self.owned is None:
             self.owned = part
         else:
@@ -130,7 +132,12 @@ class Gradients:
         self.filled, self.touched = bytearray(count), bytearray(count)
         self.owned, self.reduced = None, False
         if self.sharded:
-            self.full = None
+            self.full = self._views = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the buffers that hold memory now."""
+        kept = [self._owned_buffer] if self.sharded else []
+        return kept + [buffer for buffer in (self.full, self.owned) if buffer is not None]
 
     def _set_aside(self) -> None:
         """Move reduced sums out of `full`, because a further backward will collect there before the step."""
@@ -138,9 +145,11 @@ class Gradients:
             self.hide()
             self.owned = self.owned.clone()
 
-    def _view(self, index: int) -> torch.Tensor:
-        slot = self.unit.slots[index]
-        return self._buffer()[slot.offset : slot.offset + slot.numel].view(slot.shape)
+    def _open_views(self) -> list[torch.Tensor]:
+        """Cut the full buffer into the parameters' shapes; made once for each buffer, since it costs as much as a small copy."""
+        full = self._buffer()
+        self._views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.unit.slots]
+        return self._views
 
     def _buffer(self) -> torch.Tensor:
         if self.full is None:

@@ -72,7 +72,7 @@ class ShardedModel:
         self.units: list[Unit] = []
         self._group_of = group_of
         _refuse_unplaceable(module)
-        kept = {id(p) for m in module.modules() if isinstance(m, options.keep_dtype_of) for p in m._parameters.values() if p is not None}
+        kept = kept_dtypes(module, options.keep_dtype_of)
         sites = pick_sites(module, classes=options.classes, min_numel=options.min_numel, max_numel=options.max_numel, closed=options.closed)
         self.sites = self._build(sites, kept)
         move_buffers(module.modules(), comm.device)
@@ -109,11 +109,7 @@ class ShardedModel:
         return built
 
     def _units_of(self, site: Site, kept: set[int]) -> list[Unit]:
-        """Split a site's parameters by trainability and dtype; each kind is a unit of its own."""
-        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-        for name, param in site.params:
-            dtype = self._dtype_of(param, id(param) in kept)
-            kinds.setdefault((param.requires_grad, dtype), []).append((name, param))
+        kinds = split_kinds(site, self.precision.compute, kept)
         units = []
         for (trainable, dtype), params in kinds.items():
             name = site.name if len(kinds) == 1 else f"{site.name}[{'' if trainable else 'frozen '}{str(dtype).removeprefix('torch.')}]"
@@ -132,10 +128,6 @@ class ShardedModel:
         unit.release()
         self.units.append(unit)
         return unit
-
-    def _dtype_of(self, param: nn.Parameter, keep: bool) -> torch.dtype:
-        compute = self.precision.compute
-        return compute if compute is not None and param.dtype.is_floating_point and not keep and _castable(param.dtype) else param.dtype
 
     def _place_gradients(self) -> None:
         for unit in self.units:
@@ -169,6 +161,20 @@ class ShardedModel:
         self.gathering.remove()
         for unit in self.units:
             unit.detach()
+
+
+def kept_dtypes(module: nn.Module, types: tuple[type, ...]) -> set[int]:
+    """Return the ids of the parameters whose modules keep their dtype whatever the compute dtype is."""
+    return {id(p) for m in module.modules() if isinstance(m, types) for p in m._parameters.values() if p is not None}
+
+
+def split_kinds(site: Site, compute: torch.dtype | None, kept: set[int]) -> dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]]:
+    """Split a site's parameters by trainability and placed dtype; each kind is a unit of its own."""
+    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in site.params:
+        dtype = param.dtype if compute is None or id(param) in kept or not _castable(param.dtype) else compute
+        kinds.setdefault((param.requires_grad, dtype), []).append((name, param))
+    return kinds
 
 
 def _castable(dtype: torch.dtype) -> bool:

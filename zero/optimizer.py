@@ -62,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_overflow = True
         self.report: list[Any] = []  # what this rank adds to the norm's row: travels with it, read by the engine as `reports`
         self.reports: list[list[float]] = []
+        self.before_update: Callable[[list[list[float]]], None] | None = None  # sees `reports`; raises, on all ranks alike, to forbid it
         self.bad_parameter: str | None = None
         self.defaults = inner.defaults
         self.param_groups = inner.param_groups
@@ -94,6 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise EngineError("step() before backward(): no gradient has been collected since the last step")
         touched = self._agree()
         norm = self._global_norm()
+        self._ask_before_update()
         self.overflow = self.check_overflow and not math.isfinite(norm)
         self.bad_parameter = self._first_bad_parameter() if self.overflow else None
         self.grad_norm = norm / self.scale.scale
@@ -104,6 +106,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_back()
             self._publish()
         self.backward_pass.after_step()
+
+    def _ask_before_update(self) -> None:
+        if self.before_update is None:
+            return
+        try:
+            self.before_update(self.reports)
+        except BaseException:
+            self.backward_pass.after_step()
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected since the last step."""

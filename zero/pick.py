@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .leaf import is_named, z3_leaf_module
+
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 LEAF_MIN_NUMEL = 1 << 16  # repeated single layers are grouped to at least this, or each would be a collective of its own
 
@@ -38,7 +40,7 @@ def pick_sites(
         min_numel: consecutive candidates are grouped until they hold this many elements; None: blocks stand alone and
             repeated single layers are grouped to LEAF_MIN_NUMEL.
         max_numel: a candidate with more elements is opened and its own repeated children are taken.
-        closed: class names that are taken as one site wherever they stand, and never opened.
+        closed: class names that are taken as one site wherever they stand, and never opened; so are modules marked as leaf.
 
     A parameter that several sites use belongs to the root, which stays gathered while any of them runs.
     """
@@ -68,15 +70,10 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _is_one_of(module: nn.Module, classes: set[str]) -> bool:
-    cls = type(module)
-    return cls.__name__ in classes or f"{cls.__module__}.{cls.__qualname__}" in classes
-
-
 def _named_class_instances(module: nn.Module, prefix: str, classes: set[str]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if _is_one_of(child, classes):
+        if is_named(child, classes) or z3_leaf_module(child):
             yield path, child
         else:
             yield from _named_class_instances(child, f"{path}.", classes)
@@ -89,7 +86,7 @@ def _repeated(module: nn.Module, prefix: str, max_numel: int | None, closed: set
         path = f"{prefix}{name}"
         is_candidate = kinds[type(child)] >= 2 and not isinstance(child, CONTAINERS)
         small_enough = max_numel is None or _numel(child) <= max_numel or not list(child.children())
-        if _is_one_of(child, closed) or (is_candidate and small_enough):
+        if is_named(child, closed) or z3_leaf_module(child) or (is_candidate and small_enough):
             yield path, child
         else:
             yield from _repeated(child, f"{path}.", max_numel, closed)

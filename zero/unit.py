@@ -85,16 +85,16 @@ class Unit:
 
     # ---- gather and release
 
-    def request(self) -> None:
-        """Start gathering; nothing happens when the values are here or on their way."""
+    def request(self, state: str = "reading") -> None:
+        """Start gathering, booked under `state`; nothing happens when the values are here or on their way."""
         if self.gathered or self._pending is not None:
             return
         self.full.untyped_storage().resize_(self.full_bytes)
         with torch.no_grad():
             self.full[self.lo : self.hi].copy_(self.shard)
-        self._pending = self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
+        self._pending = self.comm.all_gather(self.full, self.layout.bounds, state=state, unit=self.name)
 
-    def gather(self) -> None:
+    def gather(self, state: str = "reading") -> None:
         """Return when every parameter of the unit holds its values on this rank.
 
         Raises:
@@ -102,7 +102,7 @@ class Unit:
         """
         if self.gathered:
             return
-        self.request()
+        self.request(state)
         pending, self._pending = self._pending, None
         (pending or DONE).wait()
         self.gathered = True

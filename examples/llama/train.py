@@ -67,17 +67,15 @@ def train(engine: stateroom.Engine, loader: Any, history: dict[str, Any], args: 
     """Take steps until the time or the number of steps is up, and add each step's loss to the history."""
     per_step, begin = engine.gradient_accumulation_steps(), time.monotonic()
     data = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch; a loaded save says where it goes on
-    losses = []
     for done in itertools.count(1):
         for x, y in itertools.islice(data, per_step):
             loss = engine(x.to(engine.device), y.to(engine.device))
             engine.backward(loss)
             engine.step()
-        losses.append(loss.detach())
+        history["step"].append(engine.global_steps)
+        history["loss"].append(loss.item())  # rank 0's own; kept as a number, since small tensors kept for long fragment the heap
         if done == args.steps or (args.steps is None and done % 5 == 0 and any_rank(time.monotonic() - begin > args.minutes * 60, engine)):
             break
-    history["loss"] += torch.stack(losses).tolist()  # rank 0's own; read once, so that no step waits for it
-    history["step"] += range(engine.global_steps - len(losses) + 1, engine.global_steps + 1)
 
 
 def any_rank(flag: bool, engine: stateroom.Engine) -> bool:
@@ -105,12 +103,11 @@ def validate(engine: stateroom.Engine, data: TextDataset, num_windows: int = 64)
 def report(engine: stateroom.Engine, corpus: Corpus, history: dict[str, Any], args: argparse.Namespace) -> None:
     """Print what the run achieved; text and ledger need every rank, only rank 0 prints."""
     ids = generate(engine, corpus.encode(PROMPT), 120, args.seq_len, seed=args.seed)
-    account = engine.ledger()
     if engine.global_rank != 0:
         return
     (_, first), (step, last) = history["valid"][0], history["valid"][-1]
     to_bits = 1 / math.log(2) / corpus.bytes_per_token
-    print(account)
+    engine.ledger()
     print(f"\n--- a sample of step {step}'s text\n{corpus.decode(ids)}\n---")
     print(f"validation loss: {first:.3f} -> {last:.3f} after {step} steps ({first * to_bits:.2f} -> {last * to_bits:.2f} bits per byte)")
     print(plot_history(history, args.run_dir / "loss.png"))

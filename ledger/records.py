@@ -1,0 +1,62 @@
+"""Plain records that the engine hands to the ledger, and the rows that come back. No tensors here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..zero.layout import Layout
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """What arithmetic needs to know of a unit. Item sizes are bytes per element.
+
+    Attributes:
+        master_itemsize: None when the optimizer updates the parameter's own bytes.
+        is_root: gathered once per micro-batch, for forward and backward together.
+    """
+
+    name: str
+    layout: Layout
+    trainable: bool
+    is_root: bool
+    param_itemsize: int
+    grad_itemsize: int
+    wire_itemsize: int
+    master_itemsize: int | None
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """One parameter group: its optimizer by name, options that add states, and the sizes of this rank's tensors in it."""
+
+    name: str
+    options: tuple[tuple[str, object], ...]
+    run_numels: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One state on this rank: where it rests and its bytes at rest, predicted and measured."""
+
+    state: str
+    dtype: str
+    placement: str
+    tier: str
+    predicted_bytes: int | None
+    measured_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """One kind of collective for one state in one step: payload bytes (the full buffer), predicted and counted."""
+
+    kind: str
+    state: str
+    predicted_calls: int
+    counted_calls: int
+    predicted_bytes: int
+    counted_bytes: int
+    sent_bytes: int

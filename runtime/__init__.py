@@ -1,0 +1,1 @@
+"""The import paths under which DeepSpeed scripts find schedules, ZeRO names and helpers; nothing is implemented here."""

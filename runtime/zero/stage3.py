@@ -1,0 +1,10 @@
+"""Stage 3's memory estimators where DeepSpeed scripts import them from."""
+
+from __future__ import annotations
+
+from ...zero.estimate import (
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+
+__all__ = ["estimate_zero3_model_states_mem_needs_all_cold", "estimate_zero3_model_states_mem_needs_all_live"]
