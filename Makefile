@@ -41,5 +41,11 @@ lint: $(STAMP)   ## ruff and mypy
 	$(BIN)/mypy .
 
 clean:           ## remove the virtual environment, runs and caches
-	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: test-peers
+test-peers:      ## compare with DeepSpeed itself, installed beside this package into .venv-peers
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet $(PIN) -e ".[deepspeed,test]"
+	OMP_NUM_THREADS=1 .venv-peers/bin/python -m pytest tests/peers

@@ -22,8 +22,11 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "zero": (".zero", None),
     "OnDevice": (".zero", "OnDevice"),
     "utils": (".utils", None),
+    "log_dist": (".utils.logging", "log_dist"),
+    "logger": (".utils.logging", "logger"),
     "checkpointing": (".engine.checkpointing", None),
     "ops": (".ops", None),
+    "runtime": (".runtime", None),
     "ConfigError": (".errors", "ConfigError"),
     "DeepSpeedConfigError": (".errors", "ConfigError"),
     "CheckpointError": (".errors", "CheckpointError"),
@@ -33,6 +36,19 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "StateroomError": (".errors", "StateroomError"),
 }
 
+_LATER = "this version has no pipelines; leave the model a plain module"
+_TRAINS = "this is a training engine: save the weights with engine.save_16bit_model() and serve them elsewhere"
+# names of DeepSpeed's that scripts may ask for in vain -> why
+_ABSENT = {
+    "PipelineModule": _LATER,
+    "PipelineEngine": _LATER,
+    "pipe": _LATER,
+    "moe": "this version has no layer for experts; a model's own experts are trained like any module",
+    "init_inference": _TRAINS,
+    "tp_model_init": "this version does not cut matrices over ranks; ZeRO-3 shards them for training",
+    "DeepSpeedConfig": "pass the file, dict or JSON string itself to initialize(); `stateroom config show` prints it resolved",
+}
+
 __all__ = ["__version__", *_LAZY]
 
 
@@ -40,7 +56,8 @@ def __getattr__(name: str) -> Any:
     try:
         module_name, attribute = _LAZY[name]
     except KeyError:
-        raise AttributeError(f"module 'stateroom' has no attribute {name!r}") from None
+        reason = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"module 'stateroom' has no attribute {name!r}{reason}") from None
     module = importlib.import_module(module_name, __name__)
     value = module if attribute is None else getattr(module, attribute)
     globals()[name] = value

@@ -10,6 +10,7 @@ from .version import __version__
 # subcommand -> (module with `main(argv) -> int`, one line of help)
 COMMANDS = {
     "config": (".config_schemas.cli", "check, show or describe a config file"),
+    "env": (".parallel.cli", "versions, devices and backends, for bug reports"),
 }
 
 USAGE = "usage: stateroom COMMAND [options]\n\ncommands:\n{rows}\n\nexample: stateroom config check ds.json --ranks 2\n"

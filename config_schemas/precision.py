@@ -57,7 +57,9 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     """Dtypes of gradients, parameters and buffers."""
 
-    grad_accum_dtype: Dtype | None = key(None, "Dtype of gradient accumulation; absent means the model's.", effect=HONOURED)
+    grad_accum_dtype: Dtype | None = key(
+        None, "Dtype of gradient accumulation; absent means fp32, also for 16-bit weights.", effect=HONOURED
+    )
     param_dtype: Dtype | None = key(None, "Dtype of the weights; must agree with the fp16 and bf16 blocks.", effect=HONOURED)
     buffer_dtype: Dtype | None = key(
         None,

@@ -54,10 +54,19 @@ class Config(Section):
     zero_force_ds_cpu_optimizer: Bool = key(
         True, "With offload refuse torch's optimizers.", effect=no_effect("any optimizer may run on the host")
     )
-    prescale_gradients: Bool = key(False, "Divide gradients before they are summed, not after.", effect=HONOURED)
-    gradient_predivide_factor: Float = key(1.0, "With prescale_gradients: divide by this before, by the rest after.", effect=HONOURED, gt=0)
+    prescale_gradients: Bool = key(
+        False, "Divide gradients before they are summed, not after.", effect=no_effect("gradients are always divided as they are collected")
+    )
+    gradient_predivide_factor: Float = key(
+        1.0,
+        "With prescale_gradients: divide by this before, by the rest after.",
+        effect=no_effect("gradients are always divided as they are collected"),
+        gt=0,
+    )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], Lower] = key("mean", "Average or sum gradients over ranks.", effect=HONOURED)
-    communication_data_type: Dtype | None = key(None, "Dtype in which gradients are reduced; absent means the model's.", effect=HONOURED)
+    communication_data_type: Dtype | None = key(
+        None, "Dtype in which gradients are reduced; absent means that of accumulation, fp32 by default.", effect=HONOURED
+    )
     seq_parallel_communication_data_type: Dtype = key(
         "fp32", "Dtype in which gradients are reduced over a sequence group.", effect=later("sequences stay whole")
     )
@@ -112,7 +121,11 @@ class Config(Section):
     )
     run_dir: Str | None = key(None, "Folder for the resolved config, metrics, ledger and checkpoints of a run.", effect=HONOURED)
     seed: Int | None = key(None, "Seed of Python, NumPy and torch on every rank.", effect=HONOURED, ge=0)
-    deterministic: Bool = key(False, "Use only kernels that give the same result every time.", effect=HONOURED)
+    deterministic: Bool = key(
+        False,
+        "Deterministic kernels where torch has them, and one order of reduction at every ZeRO stage, also under accumulation.",
+        effect=HONOURED,
+    )
 
     _notes: list[Note] = PrivateAttr(default_factory=list)
     _origin: dict[str, str] = PrivateAttr(default_factory=dict)

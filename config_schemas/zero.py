@@ -32,7 +32,7 @@ class ZeroOptimization(Section):
         0, "0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too.", effect=HONOURED, ge=0, le=3
     )
     overlap_comm: Bool | None = key(
-        None, "Prefetch and reduce while the model computes; absent means true in stage 3 and false otherwise.", effect=HONOURED
+        None, "Prefetch and reduce while the model computes; only an explicit false turns it off.", effect=HONOURED
     )
     contiguous_gradients: Bool = key(
         True, "Copy gradients into one buffer.", effect=no_effect("gradients are born inside the unit's flat buffer, already contiguous")

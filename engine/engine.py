@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, EngineError
 from ..ledger import Ledger
-from ..parallel import Collectives
+from ..parallel import Collectives, axis_sizes, build_mesh
 from ..parallel.collectives import Traffic
 from ..zero.backward import in_backward
 from ..zero.model import ShardedModel
@@ -25,6 +27,7 @@ from .getters import ConfigGetters
 from .loss_scale import LossScale
 from .precision import cast_inputs, forward_context
 from .progress import Progress, Timers
+from .ranks import RankGetters
 from .regions import Regions
 from .reporting import ledger_of, step_traffic
 
@@ -34,7 +37,7 @@ _PLAIN_FP16 = (
 )
 
 
-class Engine(ConfigGetters, nn.Module):
+class Engine(ConfigGetters, RankGetters, nn.Module):
     """Runs `module` with its states placed as the config says. Built by stateroom.initialize().
 
     Attributes:
@@ -88,6 +91,7 @@ class Engine(ConfigGetters, nn.Module):
         self._window_count = 0
         self._tokens = 0
         self._destroyed = False
+        self._mesh: DeviceMesh | None = None
         self.last_step_traffic: dict[tuple[str, str], Traffic] = {}
         self._traffic_mark: dict[tuple[str, str], Traffic] = {}
 
@@ -224,6 +228,7 @@ class Engine(ConfigGetters, nn.Module):
         began = self._timers.now()
         optimizer = self.optimizer
         optimizer.clip = self.gradient_clipping()
+        self.sharded.check_intact()
         count = max(self._window_count, 1)
         nothing = torch.zeros((), device=self.device)
         bad = nothing if self._bad_loss is None else self._bad_loss
@@ -402,6 +407,10 @@ class Engine(ConfigGetters, nn.Module):
         groups = self.optimizer.param_groups if self.optimizer else []
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
+    def get_type(self) -> list[Any]:
+        """The option `type` of each group; 0.0 where a group has none, as in DeepSpeed."""
+        return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
+
     @property
     def loss_scale(self) -> float:
         """The current loss scale; 1 without fp16."""
@@ -430,6 +439,13 @@ class Engine(ConfigGetters, nn.Module):
         return self.comm.world
 
     mp_world_size = 1
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid of ranks with axes pp, dp_replicate, dp_shard, cp and tp; made when first asked for, by all ranks."""
+        if self._mesh is None:
+            self._mesh = build_mesh(self.device.type, axis_sizes(self.config.mesh, self.comm.world))
+        return self._mesh
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, torch.Tensor]:
         """Return whole weights and buffers by name, in host memory under ZeRO-3; every rank must call it."""
@@ -462,6 +478,7 @@ class Engine(ConfigGetters, nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Restore what save_checkpoint wrote; returns (path, client_state), or (None, {}) when there is nothing."""
         options = saving.LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        self._repeating = None  # train_batch() goes on where the loaded state says
         return saving.load(self, Path(load_dir), tag, options)
 
     def save_16bit_model(
@@ -476,6 +493,10 @@ class Engine(ConfigGetters, nn.Module):
         return saving.module_state(self, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def collect_python_gc(self) -> int:
+        """Run Python's garbage collector once, for runs with disable_python_gc; returns the objects freed."""
+        return gc.collect()
 
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
         """Compile the forward of each unit."""

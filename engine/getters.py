@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from .precision import state_dtypes
+
 
 class ConfigGetters:
     """Mixed into Engine; reads `self.config` (a resolved Config) and nothing else."""
@@ -133,3 +137,8 @@ class ConfigGetters:
     def dataloader_drop_last(self) -> bool:
         """The config's dataloader_drop_last."""
         return self.config.dataloader_drop_last
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients travel between ranks."""
+        return state_dtypes(self.config).wire

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..zero.model import Precision
 from .optimizers import REFUSED, Muon, build_optimizer, is_elementwise, split_muon_groups
 
+_STATES_BY_OPTION = frozenset(("adam", "adamw", "lion"))  # config types that take fp32_optimizer_states
 OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
 
 
@@ -30,7 +32,15 @@ class Prepared:
         self.group_of = {id(param): index for index, group in enumerate(groups) for param in group}
 
 
-def prepare(module: nn.Module, optimizer: OptimizerLike, model_parameters: Any, section: Any) -> Prepared | None:
+def prepare(
+    module: nn.Module,
+    optimizer: OptimizerLike,
+    model_parameters: Any,
+    section: Any,
+    precision: Precision,
+    *,
+    fp32_states: bool = True,
+) -> Prepared | None:
     """Return the optimizer that the script passed, or the one that the config names; None when there is neither.
 
     Raises:
@@ -51,24 +61,31 @@ def prepare(module: nn.Module, optimizer: OptimizerLike, model_parameters: Any, 
         raise ConfigError(f"optimizer= takes a torch.optim.Optimizer or a callable(params), got {type(optimizer).__name__}")
     if section is None or section.type is None:
         return None
-    return _from_config(module, groups, names, section)
+    return _from_config(groups, [(names[id(p)], p) for p in module.parameters() if p.requires_grad], section, precision, fp32_states)
 
 
-def _from_config(module: nn.Module, groups: list[dict[str, Any]], names: dict[int, str], section: Any) -> Prepared:
+def _from_config(
+    groups: list[dict[str, Any]], named: list[tuple[str, nn.Parameter]], section: Any, precision: Precision, fp32_states: bool
+) -> Prepared:
     params = dict(section.params)
-    groups = _spare_from_decay(groups, names, section.no_decay)
+    groups = _spare_from_decay(groups, {id(p): name for name, p in named}, section.no_decay)
     if section.type.lower() == "muon":
-        groups = split_muon_groups([(names[id(p)], p) for p in module.parameters() if p.requires_grad], params, groups)
+        groups = split_muon_groups(named, params, groups)
+    if not fp32_states and section.type.lower() in _STATES_BY_OPTION:
+        params.setdefault("fp32_optimizer_states", False)
     real = [list(group["params"]) for group in groups]
-    stand_ins = [{**group, "params": [_stand_in(p) for p in group["params"]]} for group in groups]
+    stand_ins = [{**group, "params": [_stand_in(p, precision) for p in group["params"]]} for group in groups]
     inner = build_optimizer(section.type, params, stand_ins)
     return Prepared(inner, real, not is_elementwise(inner) or isinstance(inner, Muon))
 
 
-def _stand_in(param: nn.Parameter) -> nn.Parameter:
+def _stand_in(param: nn.Parameter, precision: Precision) -> nn.Parameter:
     """Return an empty parameter of the kind that the optimizer will update: it looks at dtype and device only."""
     device = torch.device("cpu") if param.is_meta else param.device
-    return nn.Parameter(torch.empty(0, dtype=torch.float32 if param.is_floating_point() else param.dtype, device=device))
+    dtype = precision.compute or param.dtype
+    if dtype in (torch.float16, torch.bfloat16) and precision.master is not None:
+        dtype = precision.master
+    return nn.Parameter(torch.empty(0, dtype=dtype, device=device))
 
 
 def _existing(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Prepared:

@@ -16,6 +16,7 @@ from ..config_schemas import Config, Facts, load
 from ..errors import ConfigError, EngineError
 from ..parallel import Collectives, axis_sizes, init_distributed, local_device
 from ..version import __version__
+from ..zero.backward import IN_FLIGHT
 from ..zero.leaf import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from ..zero.model import ShardedModel, UnitOptions
 from ..zero.optimizer import ShardedOptimizer
@@ -61,6 +62,7 @@ def initialize(
         training_data: a dataset; the engine builds the loader of each rank's share.
         lr_scheduler: a scheduler, or callable(optimizer) -> scheduler; wins over the config's.
         loss_fn: (outputs, labels) -> scalar, for train_batch and eval_batch.
+        mpu, mesh_device, mesh_param: accepted where they describe plain data parallelism over all ranks, else refused.
 
     Returns:
         (engine, optimizer, data loader, lr scheduler); what does not exist is None.
@@ -75,7 +77,8 @@ def initialize(
     model, compiled_with = _unwrap_compiled(model)
     device = local_device()
     _check_model(model, device)
-    cfg = _load_config(find_config(config, config_params, args), model, optimizer, mpu)
+    _refuse_other_meshes(mpu, mesh_device, mesh_param)
+    cfg = _load_config(find_config(config, config_params, args), model, optimizer)
     run_dir = Path(cfg.run_dir) if cfg.run_dir else None
     rank = torch.distributed.get_rank()
     comm = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
@@ -83,7 +86,7 @@ def initialize(
     progress = Progress(rank, cfg.steps_per_print, run_dir, device, cfg.wall_clock_breakdown, cfg.memory_breakdown)
     _say_notes(cfg, progress)
     _apply_globals(cfg)
-    prepared = prepare(model, optimizer, model_parameters, cfg.optimizer)
+    prepared = prepare(model, optimizer, model_parameters, cfg.optimizer, state_dtypes(cfg), fp32_states=not cfg.bf16.bf16_optimizer_states)
     sharded, sharded_optimizer, scale = _place(model, cfg, prepared, comm)
     scheduler = _scheduler(lr_scheduler, cfg, sharded_optimizer, prepared)
     regions = _regions(sharded, cfg, compiled_with)
@@ -98,12 +101,8 @@ def initialize(
 # ---- config
 
 
-def _load_config(source: Any, model: nn.Module, optimizer: Any, mpu: Any) -> Config:
+def _load_config(source: Any, model: nn.Module, optimizer: Any) -> Config:
     world = torch.distributed.get_world_size()
-    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size") and mpu.get_data_parallel_world_size() != world:
-        raise ConfigError(
-            f"mpu: {mpu.get_data_parallel_world_size()} data-parallel ranks of {world}; model-parallel groups are not supported yet"
-        )
     cfg = load(source, ranks=world, facts=_facts(model, optimizer))
     refused = cfg.unsupported("result")
     if refused:
@@ -112,6 +111,19 @@ def _load_config(source: Any, model: nn.Module, optimizer: Any, mpu: Any) -> Con
         )
     axis_sizes(cfg.mesh, world)
     return cfg
+
+
+def _refuse_other_meshes(mpu: Any, mesh_device: Any, mesh_param: Any) -> None:
+    """Accept process grids that say what the engine does anyway: every rank is a data-parallel rank."""
+    world = torch.distributed.get_world_size()
+    sizes = {
+        "mpu": mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else None,
+        "mesh_param": mesh_param[0] if isinstance(mesh_param, (tuple, list)) and mesh_param else None,
+        "mesh_device": mesh_device.shape[0] if hasattr(mesh_device, "shape") else None,
+    }
+    for name, size in sizes.items():
+        if size not in (None, world):
+            raise ConfigError(f"{name}: {size} data-parallel ranks of {world}; model-parallel groups are not supported in this version")
 
 
 def _facts(model: nn.Module, optimizer: Any) -> Facts:
@@ -167,14 +179,14 @@ def _place(
     zero = cfg.zero_optimization
     placement = STAGES[zero.stage]
     whole = prepared is not None and prepared.whole
-    ahead = _ahead(cfg)
     _mark_leaves(model, zero.leaf_module)
     options = UnitOptions(
         classes=cfg.units.classes,
         min_numel=None if cfg.units.min_numel == "auto" else cfg.units.min_numel,
         max_numel=cfg.units.max_numel,
-        closed=zero.leaf_module.classes,
-        ahead_numel=ahead,
+        closed=[*zero.leaf_module.classes, *zero.leaf_module.names, *zero.leaf_module.name_suffixes],
+        ahead_numel=_ahead(cfg),
+        in_flight=0 if _overlap_is_off(cfg) else IN_FLIGHT,
     )
     group_of = prepared.group_of if prepared is not None else {}
     sharded = ShardedModel(model, group_of, placement, comm, state_dtypes(cfg), options, whole=whole)
@@ -192,6 +204,7 @@ def _place(
         scale=scale,
         clip=cfg.gradient_clipping,
     )
+    sharded_optimizer.demand_all_gradients = not zero.ignore_unused_parameters
     sharded_optimizer.check_overflow = not (cfg.bf16.enabled and not cfg.bf16.check_grad_overflow)
     return sharded, sharded_optimizer, scale
 
@@ -203,9 +216,14 @@ def _mark_leaves(model: nn.Module, section: Any) -> None:
             raise ConfigError(f"zero_optimization.leaf_module.{key}: no module fits {missing}; full names are those of named_modules()")
 
 
+def _overlap_is_off(cfg: Config) -> bool:
+    """Whether the config itself says so: the default of DeepSpeed's lower stages is no reason to wait."""
+    return cfg.zero_optimization.overlap_comm is False and cfg.origin.get("zero_optimization.overlap_comm", "default") != "default"
+
+
 def _ahead(cfg: Config) -> int | None:
     """Return how many elements to gather ahead: one unit unless the config gives a number; none without overlap."""
-    if cfg.zero_optimization.overlap_comm is False:
+    if _overlap_is_off(cfg):
         return 0
     given = cfg.origin.get("zero_optimization.stage3_prefetch_bucket_size", "default") != "default"
     return cfg.zero_optimization.stage3_prefetch_bucket_size if given else None

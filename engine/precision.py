@@ -28,15 +28,19 @@ def state_dtypes(config: Any) -> Precision:
     pure = config.fp16.fp16_master_weights_and_grads if config.fp16.enabled else config.bf16.bf16_master_weights_and_grads
     if compute is None:
         pure = False
-    accumulate = dtype_named(config.data_types.grad_accum_dtype, compute if pure else torch.float32)
+    accumulate = dtype_named(config.data_types.grad_accum_dtype, compute if pure and compute is not None else torch.float32)
     wire = dtype_named(config.communication_data_type, accumulate)
     return Precision(compute=compute, master=None if pure else torch.float32, accumulate=accumulate, wire=wire)
 
 
+def scales_loss(config: Any) -> bool:
+    """Return whether gradients are fp16 somewhere on their way, so that the loss needs a scale."""
+    return config.fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")
+
+
 def loss_scale(config: Any) -> LossScale:
     """Return the loss scale: dynamic or fixed for fp16, 1 otherwise."""
-    autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
-    if not (config.fp16.enabled or autocast_fp16):
+    if not scales_loss(config):
         return StaticLossScale(1.0)
     fp16 = config.fp16
     if fp16.loss_scale:

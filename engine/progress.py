@@ -61,7 +61,7 @@ class Progress:
     def __init__(self, rank: int, every: int | None, run_dir: Path | None, device: torch.device, breakdown: bool, memory: bool) -> None:
         self._logger = get_logger()
         self._rank = rank
-        self._every = every
+        self._every = every or (10 if breakdown or memory else None)  # a breakdown without a line to stand under is lost
         self._device = device
         self._breakdown = breakdown
         self._memory = memory

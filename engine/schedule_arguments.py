@@ -35,7 +35,12 @@ _ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 # scheduler -> the parameter that holds its highest (for the range test: first) rate
-_RATE_OF = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr", "WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr"}
+_RATE_OF = {
+    "LRRangeTest": "lr_range_test_min_lr",
+    "OneCycle": "cycle_max_lr",
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+}
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -78,6 +78,9 @@ class Collectives:
         self._transport: Transport = transport_for(self.group, self.rank, self.world)
         self._tags: dict[tuple[str, str], int] = {}
         self._meetings = 0
+        # which of this group's instances this is: meetings of an earlier engine must not count for this one
+        key = f"stateroom/serial/{self._group_name()}/{self.rank}"
+        self._serial = 0 if dist.get_backend(self.group) == "fake" else default_store().add(key, 1)
 
     # ---- flat buffers
 
@@ -168,7 +171,7 @@ class Collectives:
         if self.world == 1:
             return
         self._meetings += 1
-        store = dist.PrefixStore(f"stateroom/meet/{self._group_name()}/{self._meetings}", default_store())
+        store = dist.PrefixStore(f"stateroom/meet/{self._group_name()}/{self._serial}/{self._meetings}", default_store())
         store.set(f"{what}/{self.rank}", "here")
         deadline = time.monotonic() + timeout_s
         missing = []
@@ -179,6 +182,8 @@ class Collectives:
             except (dist.DistStoreError, RuntimeError):
                 missing.append(rank)
         if missing:
+            self._meetings -= 1  # it did not take place: a script that catches the error can go on
+            store.delete_key(f"{what}/{self.rank}")
             raise RankError(
                 f"{what}: rank {self.rank} waited {timeout_s:.0f} s, but rank(s) {missing} of {self.world} never called it; "
                 f"every rank must call {what}"

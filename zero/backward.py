@@ -18,7 +18,7 @@ _SECOND_BACKWARD = (
     "a second loss.backward() before step() reached parameters around the engine's outputs, and autograd has added to gradients "
     "that were reduced already; call engine.backward(loss) for it"
 )
-_IN_FLIGHT = 2  # reductions that may be under way while the next unit computes
+IN_FLIGHT = 2  # reductions that may be under way while the next unit computes
 
 
 def in_backward() -> bool:
@@ -38,7 +38,15 @@ class BackwardPass:
         announced: the loss went through engine.backward(), so its scale is known to be right.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Collectives, on_unit_done: Callable[[Unit], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Collectives,
+        on_unit_done: Callable[[Unit], None],
+        on_end: Callable[[], None],
+        *,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
         self.units = [unit for unit in units if unit.gradients is not None]
         self.comm = comm
         self.sync = True
@@ -49,6 +57,7 @@ class BackwardPass:
         self.passes = 0  # completed passes that collected gradients, since the last step
         self._on_unit_done = on_unit_done
         self._on_end = on_end
+        self._in_flight_limit = in_flight
         self._order = list(reversed(self.units))
         self._seen: list[Unit] | None = []  # completion order of the first pass, until it is shared
         self._active = False
@@ -174,8 +183,9 @@ class BackwardPass:
             self._cursor += 1
 
     def _start(self, unit: Unit) -> None:
-        self._drain(_IN_FLIGHT - 1)
+        self._drain(max(self._in_flight_limit - 1, 0))
         self._in_flight.append(unit.gradients.reduce())  # type: ignore[union-attr]
+        self._drain(self._in_flight_limit)
 
     def _drain(self, allowed: int) -> None:
         while len(self._in_flight) > allowed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -120,8 +120,8 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what ZeRO-2 needs for a model of `total_params` elements, all trained; padding and the largest unit are not known here."""
-    _print_table(2, [UnitSize(total_params)], num_gpus_per_node, num_nodes, additional_buffer_factor, largest=0)
+    """Print what ZeRO-2 needs for a model of `total_params` elements, all trained, as if they were one unit."""
+    _print_table(2, [UnitSize(total_params)], num_gpus_per_node, num_nodes, additional_buffer_factor, largest=total_params)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -162,22 +162,21 @@ def host_bytes(option: Option, found: Held, numel: int, largest: int, ranks_here
     return max(start, (found.at_rest - device_bytes(option, found)) * ranks_here)
 
 
-def _print_table(
-    stage: int, units: Sequence[UnitSize], ranks_here: int, nodes: int, factor: float, *, largest: int | None = None
-) -> None:
+def _print_table(stage: int, units: Sequence[UnitSize], ranks_here: int, nodes: int, factor: float, *, largest: int | None = None) -> None:
     numel = sum(unit.numel for unit in units)
     found = held(units, STAGES[stage], ranks_here * nodes)
     if largest is None:
-        largest, working = max((unit.numel for unit in units), default=0), found.working
+        largest = max((unit.numel for unit in units), default=0)
     else:
-        working = held([UnitSize(largest)], STAGES[stage], ranks_here * nodes).working
+        found = replace(found, working=held([UnitSize(largest)], STAGES[stage], ranks_here * nodes).working)
     print(f"Memory for parameters, gradients and optimizer states, ZeRO-{stage}, bf16 or fp16 with Adam")
     print(f"{nodes} node(s) x {ranks_here} accelerator(s); {numel:,} parameters, {largest:,} in the largest unit")
     print(f"{'per CPU':>12} | {'per GPU':>12} | {'+ unit in use':>13} | options")
     for option in _STAGE_2_OPTIONS if stage == 2 else _STAGE_3_OPTIONS:
         host = factor * host_bytes(option, found, numel, largest, ranks_here)
-        print(f"{_gib(host):>12} | {_gib(device_bytes(option, found)):>12} | {_gib(working):>13} | {option.text}")
+        print(f"{_size(host):>12} | {_size(device_bytes(option, found)):>12} | {_size(found.working):>13} | {option.text}")
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _size(size: float) -> str:
+    unit = "GiB" if size >= 2**27 else "MiB" if size >= 2**17 else "KiB"
+    return f"{size / {'GiB': 2**30, 'MiB': 2**20, 'KiB': 2**10}[unit]:.2f} {unit}"

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import LayoutError
+from ..errors import EngineError, LayoutError
 from ..parallel.collectives import Collectives
-from .backward import BackwardPass
+from .backward import IN_FLIGHT, BackwardPass
 from .gather import Gathering
 from .gradients import Gradients
 from .layout import Layout, flat_order
 from .materialize import Materializer, has_meta, move_buffers
+from .parameter import slot_of
 from .pick import Site, pick_sites
 from .placement import Placement
 from .statedict import StateDictHooks
@@ -40,6 +41,7 @@ class UnitOptions:
     max_numel: int | None = None
     closed: Sequence[str] = ()
     ahead_numel: int | None = None
+    in_flight: int = IN_FLIGHT
     keep_dtype_of: tuple[type, ...] = field(default=(nn.modules.batchnorm._BatchNorm,))
 
 
@@ -81,7 +83,7 @@ class ShardedModel:
                 comm.broadcast(buffer, state="buffers", unit=name)
         self._place_gradients()
         self.gathering = Gathering(self.sites, options.ahead_numel, self._begin_pass)
-        self.backward = BackwardPass(self.units, comm, self.gathering.unit_done, self.gathering.end_pass)
+        self.backward = BackwardPass(self.units, comm, self.gathering.unit_done, self.gathering.end_pass, in_flight=options.in_flight)
         self._state_dict_hooks = StateDictHooks(module, self.sites, comm)
 
     def _begin_pass(self) -> None:
@@ -153,6 +155,21 @@ class ShardedModel:
             master = self.precision.master
             needs_copy = master is not None and unit.dtype in (torch.float16, torch.bfloat16) and master != unit.dtype
             unit.master = own.to(master) if needs_copy else own.detach()
+
+    def check_intact(self) -> None:
+        """Refuse trainable parameters that came into the module after it was placed: they would stay as they are in silence.
+
+        Raises:
+            EngineError: names the first of them.
+        """
+        params = (p for module in self.module.modules() for p in module._parameters.values() if p is not None)
+        found = {id(p) for p in params if p.requires_grad and slot_of(p) is None}
+        for name, param in self.module.named_parameters() if found else ():
+            if id(param) in found:
+                raise EngineError(
+                    f"parameter {name!r} was put into the model after initialize(), so no optimizer trains it; "
+                    "change the model first and then call initialize, or change values inside zero.GatheredParameters"
+                )
 
     def remove(self) -> None:
         """Take all hooks off and give every parameter storage of its own, whole on every rank."""

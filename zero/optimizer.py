@@ -60,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.overflow = False
         self.check_overflow = True
+        self.demand_all_gradients = False  # a parameter that no rank used is an error
         self.report: list[Any] = []  # what this rank adds to the norm's row: travels with it, read by the engine as `reports`
         self.reports: list[list[float]] = []
         self.before_update: Callable[[list[list[float]]], None] | None = None  # sees `reports`; raises, on all ranks alike, to forbid it
@@ -94,6 +95,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.backward_pass.passes == 0:
             raise EngineError("step() before backward(): no gradient has been collected since the last step")
         touched = self._agree()
+        if self.demand_all_gradients:
+            self._refuse_unused(touched)
         norm = self._global_norm()
         self._ask_before_update()
         self.overflow = self.check_overflow and not math.isfinite(norm)
@@ -136,6 +139,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parts.append(touched[at : at + count])
             at += count
         return parts
+
+    def _refuse_unused(self, touched: list[bytes]) -> None:
+        unused = [
+            slot.name
+            for unit, flags in zip(self.units, touched, strict=True)
+            for slot in unit.slots
+            if slot.param.requires_grad and not flags[slot.index]
+        ]
+        if unused:
+            self.backward_pass.after_step()
+            raise EngineError(
+                f"no rank used parameter(s) {', '.join(map(repr, unused[:5]))}{' …' if len(unused) > 5 else ''} in this step, and "
+                "zero_optimization.ignore_unused_parameters is false; use them in the loss, freeze them, or set the key to true"
+            )
 
     def _norm_pieces(self) -> list[torch.Tensor]:
         """Return this rank's share of the reduced gradients, each element on one rank only, whatever the stage.

@@ -40,7 +40,7 @@ def pick_sites(
         min_numel: consecutive candidates are grouped until they hold this many elements; None: blocks stand alone and
             repeated single layers are grouped to LEAF_MIN_NUMEL.
         max_numel: a candidate with more elements is opened and its own repeated children are taken.
-        closed: class names that are taken as one site wherever they stand, and never opened; so are modules marked as leaf.
+        closed: class names, module paths or ends of paths that are taken as one site and never opened; so are modules marked as leaf.
 
     A parameter that several sites use belongs to the root, which stays gathered while any of them runs.
     """
@@ -70,6 +70,10 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
+def _is_closed(module: nn.Module, path: str, closed: set[str]) -> bool:
+    return is_named(module, closed) or z3_leaf_module(module) or path in closed or any(path.endswith(f".{name}") for name in closed)
+
+
 def _named_class_instances(module: nn.Module, prefix: str, classes: set[str]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -84,12 +88,14 @@ def _repeated(module: nn.Module, prefix: str, max_numel: int | None, closed: set
     kinds = Counter(type(child) for child in module.children() if _numel(child)) if isinstance(module, CONTAINERS) else Counter()
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        is_candidate = kinds[type(child)] >= 2 and not isinstance(child, CONTAINERS)
+        inside = list(_repeated(child, f"{path}.", max_numel, closed))
+        holds_blocks = isinstance(child, CONTAINERS) and any(list(module.children()) for _, module in inside)
+        is_candidate = kinds[type(child)] >= 2 and not holds_blocks
         small_enough = max_numel is None or _numel(child) <= max_numel or not list(child.children())
-        if is_named(child, closed) or z3_leaf_module(child) or (is_candidate and small_enough):
+        if _is_closed(child, path, closed) or (is_candidate and small_enough):
             yield path, child
         else:
-            yield from _repeated(child, f"{path}.", max_numel, closed)
+            yield from inside
 
 
 def _grouped(candidates: list[tuple[str, nn.Module]], min_numel: int | None, named: bool) -> list[Site]:

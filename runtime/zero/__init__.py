@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from ...zero.access import GatheredParameters, register_external_parameter
-from ...zero.init import Init
-from ...zero.parameter import ZeroParamStatus
+from . import partition_parameters, stage3, stage_1_and_2
+from .partition_parameters import GatheredParameters, Init, ZeroParamStatus, register_external_parameter
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "partition_parameters",
+    "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,10 +53,10 @@ def two_backwards(gas):
                 for micro in range(gas):
                     x = inputs(step, micro, engine.global_rank)
                     if "two forwards" in way:
-                        losses = [(lambda only=only, x=x: engine(x, only=only)) for only in ("a", "b")]
+                        losses = [partial(engine, x, only=only) for only in ("a", "b")]
                     else:
                         both = engine(x)
-                        losses = [(lambda name=name, both=both: both[name]) for name in ("a", "b")]
+                        losses = [partial(both.get, name) for name in ("a", "b")]
                     for index, loss in enumerate(losses):
                         retain = index == 0 and "two forwards" not in way
                         if way.startswith("engine") or (way == "mixed" and index == 1):
@@ -291,6 +293,41 @@ def test_set_train_batch_size_changes_the_accumulation(pools, stage):
         assert all(kind == "ConfigError" for kind, _ in bad) and "nearest legal: 4" in bad[0][1]
         assert_close(weights, wanted, 1e-6)
         assert counters == (3, 7, 4 + 12 + 12)
+
+
+GIVEN = [
+    ({"train_batch_size": 16}, {2: (16, 8, 1), 3: None}),
+    ({"train_micro_batch_size_per_gpu": 4}, {2: (8, 4, 1), 3: (12, 4, 1)}),
+    ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}, {2: (12, 2, 3), 3: (12, 2, 2)}),
+    ({"train_batch_size": 12, "gradient_accumulation_steps": 2}, {2: (12, 3, 2), 3: (12, 2, 2)}),
+    ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, {2: (12, 2, 3), 3: (18, 2, 3)}),
+]
+
+
+def batch_numbers():
+    import stateroom
+
+    found = []
+    for given, _ in GIVEN:
+        try:
+            engine, *_ = stateroom.initialize(two_heads(), config={**given, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+        except stateroom.ConfigError as error:
+            found.append(str(error))
+            continue
+        found.append((engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batch_numbers_follow_from_those_given_and_the_ranks(pools, ranks):
+    """train = micro x accumulation x ranks, whichever of them the config leaves out (C01)."""
+    for found in pools(ranks).run(batch_numbers):
+        for numbers, (given, wanted) in zip(found, GIVEN, strict=True):
+            if wanted[ranks] is None:
+                assert isinstance(numbers, str) and "16" in numbers and "3" in numbers, given
+            else:
+                assert numbers == wanted[ranks], given
 
 
 class Regression(nn.Module):

@@ -267,8 +267,8 @@ def test_fp16_overflow_at_every_step_ends_with_the_reason(pools):
 def dynamic_scale(folder, stage):
     def new():
         fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2}
-        warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"}}
-        return engine_for(Dot(), stage, sgd(0.1), fp16=fp16, scheduler=warmup)
+        warmup = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"}
+        return engine_for(Dot(), stage, sgd(0.1), fp16=fp16, scheduler={"type": "WarmupLR", "params": warmup})
 
     def go(engine, steps):
         rows = []

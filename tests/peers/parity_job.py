@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import batch, build
+from uncompiled import switch_off_compiling
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,8 +64,8 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="file for the results, in the order of the cases")
     args = parser.parse_args()
     package = importlib.import_module(args.package)
-    if args.package == "deepspeed":  # it would compile its shared-memory collectives; gloo serves both
-        package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if args.package == "deepspeed":
+        switch_off_compiling(package)
     package.init_distributed()
     results = [train(package, case) for case in json.loads(Path(args.cases).read_text())]
     if dist.get_rank() == 0:

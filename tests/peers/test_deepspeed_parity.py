@@ -28,11 +28,19 @@ FP32 = 1e-5
 BF16_SAME_ROUNDING = 1e-6
 BF16 = 4e-3
 BF16_SGD = 4e-3
-BF16_STAGE_0 = 3e-2
+BF16_STAGE_0 = 1.5e-2
 
 
 def case(stage: int, dtype: str, accumulation: int, **config: Any) -> dict[str, Any]:
-    return {"model": "gpt", "stage": stage, "dtype": dtype, "accumulation": accumulation, "steps": STEPS, "period": PERIOD, "config": config}
+    return {
+        "model": "gpt",
+        "stage": stage,
+        "dtype": dtype,
+        "accumulation": accumulation,
+        "steps": STEPS,
+        "period": PERIOD,
+        "config": config,
+    }
 
 
 def all_cases() -> dict[str, tuple[dict[str, Any], float]]:
@@ -90,7 +98,7 @@ def test_losses_equal_deepspeeds(name: str, ours: dict[str, Any], theirs: dict[s
     found = difference(ours[name]["losses"], theirs[name]["losses"])
     record_property("difference", found)
     assert len(ours[name]["losses"]) == STEPS and ours[name]["losses"][-1] < 0.7 * ours[name]["losses"][0]
-    assert found <= tolerance, f"{name}: losses differ by {found:.2e} relative, allowed {tolerance:.0e}"
+    assert found <= tolerance, f"{name}: losses differ by {found:.2e} relative, allowed {tolerance:.1e}"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("bf16, stage 0")])
@@ -107,7 +115,7 @@ def test_the_tolerances_would_show_a_learning_rate_that_is_five_percent_off(ours
     params = {"warmup_max_lr": 1.05 * ADAM_STEP, "warmup_num_steps": 5, "warmup_type": "linear"}
     wrong = case(1, "bf16", 1, scheduler={"type": "WarmupLR", "params": params})
     found = difference(run(sys.executable, "stateroom", [wrong], tmp_path)[0]["losses"], ours[name]["losses"])
-    assert found > 2 * BF16
+    assert found > 5 * BF16 and found > BF16_STAGE_0
 
 
 def main() -> None:
@@ -119,7 +127,7 @@ def main() -> None:
     for (name, (_, tolerance)), (mine, other) in zip(CASES.items(), pairs, strict=True):
         norms = [(a, b) for a, b in zip(mine["norms"], other["norms"], strict=True) if b is not None]
         norm = f"{difference(*map(list, zip(*norms, strict=True))):.1e}" if norms else "none"
-        print(f"| {name} | {difference(mine['losses'], other['losses']):.1e} | {norm} | {tolerance:.0e} |")
+        print(f"| {name} | {difference(mine['losses'], other['losses']):.1e} | {norm} | {tolerance:.1e} |")
 
 
 if __name__ == "__main__":
