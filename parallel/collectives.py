@@ -239,6 +239,4 @@ class Collectives:
         if not dist.is_initialized():
             return RankError(f"{what}: the process group was destroyed; create it again and call initialize anew")
         detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return RankError(
-            f"{what}: {detail}. A peer ended, or the ranks do not run the same steps; look at the other ranks' first error"
-        )
+        return RankError(f"{what}: {detail}. A peer ended, or the ranks do not run the same steps; look at the other ranks' first error")

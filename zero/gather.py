@@ -61,6 +61,8 @@ class Gathering:
         self._forward, self._backward = Trace(), Trace()
         self._depth = 0
         self._purpose = "parameters"
+        self._makes_graph = False
+        self._kept: set[int] = set()  # ids of units that must stay until the end of the coming backward
         self._inputs_done: set[int] = set()
         self._done_units: set[int] = set()
         self._handles: list[Any] = []
@@ -103,29 +105,47 @@ class Gathering:
             self._depth -= 1
             if in_backward():  # a recomputed forward: its backward follows at once
                 return
-            found = False
-            if torch.is_grad_enabled():
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad and not tensor.is_leaf:
-                        tensor.register_hook(lambda grad: self._before_backward(index))
-                        found = True
+            seen = has_graph = False
+            for tensor in tensors_in(output):
+                seen = True
+                if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(lambda grad: self._before_backward(index))
+                    has_graph = True
+                self._keep_if_view(index, tensor)
+            if not seen and torch.is_grad_enabled():
+                # An output that cannot be looked into: its backward could come at any time.
+                self._kept.update(id(unit) for unit in self._units[index])
             if index == 0 and self._depth == 0:
-                self._after_root(keep_pinned=found)
-            elif is_last and (found or not torch.is_grad_enabled()):
+                self._after_root(expects_backward=has_graph)
+            elif is_last:
                 self._release(self._units[index])
 
         return hook
 
-    def _after_root(self, keep_pinned: bool) -> None:
+    def _keep_if_view(self, index: int, tensor: torch.Tensor) -> None:
+        """Keep a unit whose own memory leaves its module, as a view of a weight does, like the root from now on."""
+        if tensor.is_leaf or tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        for unit in self._units[index]:
+            if unit.gathered and tensor.untyped_storage()._cdata == unit.full.untyped_storage()._cdata:
+                unit.pinned = True
+
+    def _after_root(self, expects_backward: bool) -> None:
         """Release what prefetch brought and nobody used, and without a backward to come the root's units too."""
         for unit in self._all:
-            if not (unit.pinned and keep_pinned):
+            if not (expects_backward and (unit.pinned or id(unit) in self._kept)):
                 unit.release()
+        if not expects_backward and not torch.is_grad_enabled():
+            self._kept.clear()
 
     # ---- backward
 
     def _before_backward(self, index: int) -> None:
         self._begin_pass()
+        if torch.is_grad_enabled():
+            # create_graph: the graph of this backward will need the weights again, with no hook in front of it
+            self._makes_graph = True
+            self._kept.update(id(unit) for unit in self._units[index])
         self._purpose = "parameters"
         if not self._backward.now:
             self._backward.restart(list(reversed(self._forward.now)))
@@ -165,8 +185,12 @@ class Gathering:
             self._release([unit for unit in units if not unit.trainable])
 
     def end_pass(self) -> None:
-        """Release everything at the end of a backward."""
+        """Release everything at the end of a backward, but what a second backward over its graph will need."""
         self._backward.restart()
+        makes_graph, self._makes_graph = self._makes_graph, False
+        if makes_graph or self._depth:  # autograd.grad inside a forward: the forward still runs
+            return
+        self._kept.clear()
         self._inputs_done.clear()
         self._done_units.clear()
         for unit in self._all:
@@ -196,7 +220,7 @@ class Gathering:
 
     def _release(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            if not unit.pinned:
+            if not unit.pinned and id(unit) not in self._kept:
                 unit.release()
 
     def _on_access(self, unit: Unit, slot: Slot) -> None:

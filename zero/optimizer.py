@@ -182,8 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _sum_of_squares(self, pieces: list[torch.Tensor], dtype: torch.dtype | None) -> float:
         if pieces:
-            dtype = dtype or torch.float32
-            norms = torch.stack(torch._foreach_norm(pieces, 2, dtype)).to(torch.float64)
+            norms = torch.stack([norm.to(torch.float64) for norm in _norms(pieces, dtype)])
             mine = norms.square().sum().reshape(1)
         else:
             mine = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
@@ -314,6 +313,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Sharded({type(self.inner).__name__}, {len(self.runs)} runs on rank {self.comm.rank} of {self.comm.world})"
+
+
+def _norms(pieces: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the L2 norm of each piece, computed in `dtype`, or in fp32 and wider for what is wider."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for piece in pieces:
+        kinds.setdefault(piece.dtype, []).append(piece)
+    found: list[torch.Tensor] = []
+    for kind, group in kinds.items():
+        found += torch._foreach_norm(group, 2, dtype or (kind if kind.itemsize > 4 else torch.float32))
+    return found
 
 
 def _covered(runs: Sequence[Run]) -> set[tuple[str, int, int, int]]:

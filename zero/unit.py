@@ -51,7 +51,7 @@ class Unit:
         self.master: torch.Tensor | None = None  # set by the optimizer: the dtype and interval that it updates
         self.master_interval = (0, layout.padded)
         self._pending: Pending | None = None
-        self._nan = torch.full((1,), float("nan"), dtype=dtype, device=comm.device)
+        self._nan = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=comm.device)
         self.full = torch.zeros(layout.padded, dtype=dtype, device=comm.device)
         self.slots = [Slot(self, i, name, param) for i, (name, param) in enumerate(named_params)]
         self._adopt()
