@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
-from model import Llama, LlamaConfig  # noqa: E402
-
-import stateroom  # noqa: E402
+import stateroom
+from model import Llama, LlamaConfig
 
 
 def build(dim: int) -> Llama:

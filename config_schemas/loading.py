@@ -41,6 +41,9 @@ def load(
     document = read_source(source)
     draft = Draft(document)
     modernise(draft)
+    for name in BATCH_KEYS:  # null is how some tools write "not set"
+        if draft.get(name) is None:
+            draft.drop((name,))
     resolve_auto(draft, facts or Facts())
     quiet_idle_precision(draft)
     validate(draft)
@@ -105,9 +108,6 @@ def _settle_batch(draft: Draft, world: int, facts: Facts) -> None:
     if any((name,) in draft.refused for name in BATCH_KEYS):
         return
     train, micro, gas = (_batch_number(draft, name) for name in BATCH_KEYS)
-    for name in BATCH_KEYS:
-        if draft.get(name) is None:
-            draft.drop((name,))
     reasons: dict[str, str] = {}
     if gas is None and (STEPS,) in draft.autos and (train is None or micro is None) and facts.gradient_accumulation_steps:
         gas, reasons[STEPS] = facts.gradient_accumulation_steps, "from the caller"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, EngineError
-from ..ledger import Ledger
-from ..parallel import Collectives, axis_sizes, build_mesh
+from ..parallel import Collectives
 from ..parallel.collectives import Traffic
 from ..zero.backward import in_backward
 from ..zero.model import ShardedModel
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.pick import tensors_in
-from . import saving
 from .batches import call_with_batch, loss_of
 from .data import EngineLoader, RepeatingLoader
 from .getters import ConfigGetters
@@ -29,7 +25,8 @@ from .precision import cast_inputs, forward_context
 from .progress import Progress, Timers
 from .ranks import RankGetters
 from .regions import Regions
-from .reporting import ledger_of, step_traffic
+from .reporting import step_traffic
+from .surface import EngineSurface
 
 _PLAIN_FP16 = (
     "loss.backward() under fp16 would leave the loss unscaled and its small gradients lost; "
@@ -37,7 +34,7 @@ _PLAIN_FP16 = (
 )
 
 
-class Engine(ConfigGetters, RankGetters, nn.Module):
+class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
     """Runs `module` with its states placed as the config says. Built by stateroom.initialize().
 
     Attributes:
@@ -136,7 +133,7 @@ class Engine(ConfigGetters, RankGetters, nn.Module):
 
     # ---- backward
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run autograd from a scalar loss; gradients are averaged over ranks and micro-batches.
 
         Args:
@@ -376,8 +373,6 @@ class Engine(ConfigGetters, RankGetters, nn.Module):
     def _mean(self, value: torch.Tensor) -> torch.Tensor:
         return self.comm.sum_(value.reshape(1).clone()).reshape(()) / self.comm.world
 
-    # ---- what scripts ask for
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients collected since the last update."""
         if self.optimizer is not None:
@@ -385,137 +380,12 @@ class Engine(ConfigGetters, RankGetters, nn.Module):
         self._bad_loss = self._window_loss = None
         self._window_count = 0
 
-    def was_step_applied(self) -> bool:
-        """Whether the last step() changed the parameters."""
-        return self._step_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """Global L2 norm of the last update's gradients before clipping; None before the first."""
-        return None if self.optimizer is None else self.optimizer.grad_norm
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every group; a scheduler overrides it at its next step."""
-        for group in self.optimizer.param_groups if self.optimizer else ():
-            group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        """Momentum (or betas) of each group."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
-
-    def get_type(self) -> list[Any]:
-        """The option `type` of each group; 0.0 where a group has none, as in DeepSpeed."""
-        return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
-
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale; 1 without fp16."""
-        return self.scaler.scale
-
-    cur_scale = loss_scale
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process."""
-        return self.comm.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its host."""
-        return self.device.index or 0 if self.device.type != "cpu" else saving.local_rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.comm.world
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.comm.world
-
-    mp_world_size = 1
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The grid of ranks with axes pp, dp_replicate, dp_shard, cp and tp; made when first asked for, by all ranks."""
-        if self._mesh is None:
-            self._mesh = build_mesh(self.device.type, axis_sizes(self.config.mesh, self.comm.world))
-        return self._mesh
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, torch.Tensor]:
-        """Return whole weights and buffers by name, in host memory under ZeRO-3; every rank must call it."""
-        return saving.module_state(self, exclude_frozen_parameters)
-
-    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> Any:
-        """Load whole weights by name at any stage; master weights follow. Every rank must call it with the same weights."""
-        return self.module.load_state_dict(state_dict, strict=strict)
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the engine's whole state under save_dir/tag; every rank must call it."""
-        return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Restore what save_checkpoint wrote; returns (path, client_state), or (None, {}) when there is nothing."""
-        options = saving.LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        self._repeating = None  # train_batch() goes on where the loaded state says
-        return saving.load(self, Path(load_dir), tag, options)
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write whole weights in the compute dtype to one file from rank 0; every rank must call it."""
-        return saving.save_weights(self, Path(save_dir), save_filename, exclude_frozen_parameters)
-
-    save_fp16_model = save_16bit_model
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        return saving.module_state(self, exclude_frozen_parameters)
-
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-    def collect_python_gc(self) -> int:
-        """Run Python's garbage collector once, for runs with disable_python_gc; returns the objects freed."""
-        return gc.collect()
-
-    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
-        """Compile the forward of each unit."""
-        self.regions.compile(backend=backend, **(compile_kwargs or {}))
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether units are compiled."""
-        return self.regions.compiled
-
-    def ledger(self, show: bool = True) -> Ledger:
-        """Return the account of states and traffic, predicted and measured on this rank; the first rank prints its tables too."""
-        ledger = ledger_of(self)
-        if show and self.comm.rank == 0:
-            ledger.print()
-        return ledger
-
     def destroy(self) -> None:
-        """Take all hooks off, give the module ordinary parameters again (whole on every rank), and free the rest."""
+        """Take all hooks off and free what the engine holds; no rank waits for another.
+
+        Parameters that every rank holds whole become the module's own again. Sharded ones are gone: take
+        module_state_dict() before. A module that lost its parameters cannot be initialised again.
+        """
         if self._destroyed:
             return
         self.regions.remove()

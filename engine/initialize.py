@@ -20,6 +20,7 @@ from ..zero.backward import IN_FLIGHT
 from ..zero.leaf import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from ..zero.model import ShardedModel, UnitOptions
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.parameter import slot_of
 from ..zero.placement import STAGES
 from .arguments import find_config
 from .data import EngineLoader
@@ -168,7 +169,9 @@ def _check_model(model: nn.Module, device: torch.device) -> None:
     for name, param in model.named_parameters():
         if param.device.type not in ("cpu", "meta", device.type):
             raise EngineError(f"parameter {name!r} is on {param.device}, this rank computes on {device}; move the model there or to cpu")
-        slot = getattr(param, "stateroom_slot", None)
+        slot = slot_of(param)
+        if slot is not None and slot.unit.lost:
+            raise EngineError(f"parameter {name!r} lost its values when the engine that sharded it was destroyed; build the model anew")
         if slot is not None and slot.unit.gradients is not None:
             raise EngineError(f"parameter {name!r} belongs to another engine; destroy() that one first, or pass a copy of the model")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -129,33 +131,40 @@ class Collectives:
         if self.world == 1:
             return row.unsqueeze(0)
         rows = torch.empty((self.world, row.numel()), dtype=row.dtype, device=row.device)
-        parts = list(rows.unbind(0))
-        sent = row.nbytes * (self.world - 1)
-        start = lambda tag: dist.all_gather(parts, row, group=self.group, async_op=True).wait  # noqa: E731
-        self._run("all_gather", CONTROL, "rows", rows.nbytes, sent, start).wait()
+        rows[self.rank] = row
+        bounds = [rank * row.numel() for rank in range(self.world + 1)]
+        self.all_gather(rows.view(-1), bounds, state=CONTROL, unit="rows").wait()
         return rows
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks in place and return it."""
         if self.world > 1:
-            start = lambda tag: dist.all_reduce(tensor, group=self.group, async_op=True).wait  # noqa: E731
-            self._run("all_reduce", CONTROL, "sum", tensor.nbytes, tensor.nbytes, start).wait()
+            start = lambda tag: self._transport.small_sum(tensor, tag)  # noqa: E731
+            self._run("all_reduce", CONTROL, "sum", tensor.nbytes, tensor.nbytes * (self.world - 1), start).wait()
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, *, state: str = CONTROL, unit: str = "", source: int = 0) -> None:
         """Overwrite `tensor` with the value of group rank `source`."""
-        if self.world > 1:
+        if self.world > 1 and tensor.numel():
             sent = tensor.nbytes if self.rank == source else 0
-            start = lambda tag: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True).wait  # noqa: E731
+            flat = tensor.contiguous()  # messages are sent from, and received in, one piece of memory
+            start = lambda tag: self._transport.broadcast(flat, source, tag)  # noqa: E731
             self._run("broadcast", state, unit, tensor.nbytes, sent, start).wait()
+            if flat is not tensor:
+                tensor.copy_(flat)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value (picklable), in rank order. Slow: for start-up and error messages."""
         if self.world == 1:
             return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        sizes = self.gather_rows(torch.tensor([mine.numel()], device=self.device)).flatten().tolist()
+        bounds = [0, *itertools.accumulate(sizes)]
+        flat = torch.empty(bounds[-1], dtype=torch.uint8, device=self.device)
+        flat[bounds[self.rank] : bounds[self.rank + 1]] = mine
+        self.all_gather(flat, bounds, state=CONTROL, unit="objects").wait()
+        data = flat.cpu().numpy().tobytes()
+        return [pickle.loads(data[low:high]) for low, high in itertools.pairwise(bounds)]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

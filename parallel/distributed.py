@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,14 @@ def init_distributed(
         who = "one process" if launch is None else f"rank {launch.rank} of {launch.world_size} ({launch.source})"
         where = "" if launch is None else f" at {launch.master_addr}:{launch.master_port or distributed_port}"
         raise RankError(f"cannot start the process group for {who}{where}: {error}") from error
+    if dist.get_backend() == "gloo":
+        # Threads of gloo that outlive the interpreter end it with "terminate called" and SIGABRT (seen on torch 2.13).
+        atexit.register(_close_at_exit)
+
+
+def _close_at_exit() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _start(backend: str, launch: Launch | None, init_method: str | None, port: int, timeout: timedelta) -> None:

@@ -21,6 +21,12 @@ class Transport(Protocol):
     def reduce_scatter(self, flat: torch.Tensor, bounds: Sequence[int], wire: torch.dtype, tag: int) -> Wait:
         """Leave the sum over ranks in the own interval of `flat`."""
 
+    def small_sum(self, tensor: torch.Tensor, tag: int) -> Wait:
+        """Leave the sum over ranks in a small tensor on every rank."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: int) -> Wait:
+        """Overwrite `tensor` with that of rank `source`."""
+
 
 def transport_for(group: Any, rank: int, world: int) -> Transport:
     """Return the transport that is fastest for the group's backend."""
@@ -33,7 +39,8 @@ class PointToPoint:
 
     Measured on gloo (torch 2.13, one host): 2 to 4 times faster than its reduce-scatter, which is an all-reduce and a
     copy, and than its all-gather. Each message carries a tag of its unit, so ranks that are out of step wait for each
-    other instead of reading each other's bytes.
+    other instead of reading each other's bytes. None of it runs on gloo's worker threads: one that still lets go of a
+    tensor while the interpreter ends takes the process down with "terminate called" (seen on 2.13).
     """
 
     def __init__(self, group: Any, rank: int, world: int) -> None:
@@ -75,6 +82,29 @@ class PointToPoint:
             _sum_in_rank_order(own, arrived, self._rank, self._world)
 
         return finish
+
+    def small_sum(self, tensor: torch.Tensor, tag: int) -> Wait:
+        """Gather every rank's tensor and add in rank order: one round of messages instead of two."""
+        rows = torch.empty((self._world, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        rows[self._rank] = tensor.reshape(-1)
+        wait = self.all_gather(rows.view(-1), [rank * tensor.numel() for rank in range(self._world + 1)], tag)
+
+        def finish() -> None:
+            wait()
+            total = rows[0]
+            for row in rows[1:]:
+                total += row
+            tensor.copy_(total.view(tensor.shape))
+
+        return finish
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: int) -> Wait:
+        """Send from the source to each peer."""
+        if self._rank != source:
+            work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
+            return work.wait  # type: ignore[union-attr]
+        works: list[Any] = [dist.isend(tensor, group=self._group, group_dst=peer, tag=tag) for peer in self._peers]
+        return lambda: [work.wait() for work in works]
 
 
 def _sum_in_rank_order(own: torch.Tensor, arrived: dict[int, torch.Tensor], rank: int, world: int) -> None:
@@ -123,6 +153,14 @@ class Native:
                 flat[bounds[self._rank] : bounds[self._rank + 1]].copy_(own)
 
         return finish
+
+    def small_sum(self, tensor: torch.Tensor, tag: int) -> Wait:
+        """All-reduce."""
+        return dist.all_reduce(tensor, group=self._group, async_op=True).wait
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: int) -> Wait:
+        """Broadcast."""
+        return dist.broadcast(tensor, group=self._group, group_src=source, async_op=True).wait
 
 
 def _even(bounds: Sequence[int]) -> bool:

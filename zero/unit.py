@@ -44,6 +44,7 @@ class Unit:
         self.index = 0
         self.lo, self.hi = layout.interval(comm.rank)
         self.pinned = False  # stays gathered from the start of a forward to the end of its backward
+        self.lost = False  # the engine was destroyed while only shards existed
         self.holds = 0  # contexts that need the values to stay
         self.access_handler: AccessHandler | None = None
         self.optimizer: Any = None  # the ShardedOptimizer that updates this unit, for reading its states
@@ -179,15 +180,41 @@ class Unit:
             self.release()
 
     def detach(self) -> None:
-        """Give every parameter its own storage again and forget them."""
-        self.gather()
+        """Give whole parameters storage of their own and forget them; sharded ones lose their values, without a collective."""
+        if self.sharded:
+            self._abandon()
+            return
         for slot in self.slots:
             slot.param.data = slot.view.clone()  # type: ignore[union-attr]
             slot.param.grad = None
             for name in (SLOT, "ds_id", "ds_shape", "ds_numel", "ds_status"):
                 vars(slot.param).pop(name, None)
+        self._drop()
+
+    def _abandon(self) -> None:
+        self.holds = 0
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        for slot in self.slots:
+            slot.param.grad = None
+            if self.gathered:
+                hide(slot, self._nan)
+        self.gathered = False
+        self.lost = True
+        self._drop()
+        self.access_handler = _lost
+
+    def _drop(self) -> None:
         self.slots = []
         self.optimizer = self.access_handler = None
         self.full = self.shard = torch.empty(0, dtype=self.dtype)
         self.master = None
         self.gradients = None
+
+
+def _lost(unit: Unit, slot: Slot) -> None:
+    raise EngineError(
+        f"parameter {slot.name!r} was sharded by an engine that is destroyed, and its values are gone; "
+        "take engine.module_state_dict() before destroy()"
+    )

@@ -1,0 +1,238 @@
+"""What scripts ask an engine for besides its step: rates, ranks, weights, saves, the ledger; and DeepSpeed's names for it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ConfigError, EngineError
+from ..ledger import Ledger
+from ..parallel import Collectives, axis_sizes, build_mesh
+from . import saving
+from .data import EngineLoader
+from .reporting import ledger_of
+
+if TYPE_CHECKING:
+    from ..zero.model import ShardedModel
+    from ..zero.optimizer import ShardedOptimizer
+    from .loss_scale import LossScale
+    from .progress import Progress
+    from .regions import Regions
+
+
+class EngineSurface:
+    """Mixed into Engine; reads the parts that Engine owns and holds no state of its own."""
+
+    module: nn.Module
+    optimizer: ShardedOptimizer | None
+    sharded: ShardedModel
+    comm: Collectives
+    device: torch.device
+    config: Any
+    scaler: LossScale
+    progress: Progress
+    regions: Regions
+    _mesh: DeviceMesh | None
+    _repeating: Any
+    _step_applied: bool
+    _in_no_sync: bool
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the parameters."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global L2 norm of the last update's gradients before clipping; None before the first."""
+        return None if self.optimizer is None else self.optimizer.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; a scheduler overrides it at its next step."""
+        for group in self.optimizer.param_groups if self.optimizer else ():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or betas) of each group."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """The option `type` of each group; 0.0 where a group has none, as in DeepSpeed."""
+        return [group.get("type", 0.0) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without fp16."""
+        return self.scaler.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return self.comm.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its host."""
+        return self.device.index or 0 if self.device.type != "cpu" else saving.local_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.comm.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.comm.world
+
+    mp_world_size = 1
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid of ranks with axes pp, dp_replicate, dp_shard, cp and tp; made when first asked for, by all ranks."""
+        if self._mesh is None:
+            self._mesh = build_mesh(self.device.type, axis_sizes(self.config.mesh, self.comm.world))
+        return self._mesh
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, torch.Tensor]:
+        """Return whole weights and buffers by name, in host memory under ZeRO-3; every rank must call it."""
+        return saving.module_state(self, exclude_frozen_parameters)  # type: ignore[arg-type]
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> Any:
+        """Load whole weights by name at any stage; master weights follow. Every rank must call it with the same weights."""
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the engine's whole state under save_dir/tag; every rank must call it."""
+        if exclude_frozen_parameters:
+            self.progress.warn("save_checkpoint: exclude_frozen_parameters has no effect yet; frozen parameters are saved too")
+        return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)  # type: ignore[arg-type]
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Restore what save_checkpoint wrote; returns (path, client_state), or (None, {}) when there is nothing."""
+        if custom_load_fn is not None:
+            raise EngineError("load_checkpoint: custom_load_fn is not supported; load weights with engine.load_module_state_dict()")
+        options = saving.LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        self._repeating = None  # train_batch() goes on where the loaded state says
+        return saving.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights in the compute dtype to one file from rank 0; every rank must call it."""
+        return saving.save_weights(self, Path(save_dir), save_filename, exclude_frozen_parameters)  # type: ignore[arg-type]
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        return saving.module_state(self, exclude_frozen_parameters)  # type: ignore[arg-type]
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def collect_python_gc(self) -> int:
+        """Run Python's garbage collector once, for runs with disable_python_gc; returns the objects freed."""
+        return gc.collect()
+
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
+        """Compile the forward of each unit."""
+        self.regions.compile(backend=backend, **(compile_kwargs or {}))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether units are compiled."""
+        return self.regions.compiled
+
+    def ledger(self, show: bool = True) -> Ledger:
+        """Return the account of states and traffic, predicted and measured on this rank; the first rank prints its tables too."""
+        ledger = ledger_of(self)  # type: ignore[arg-type]
+        if show and self.comm.rank == 0:
+            ledger.print()
+        return ledger
+
+    # ---- DeepSpeed's names
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> EngineLoader:
+        """Return a loader of this rank's share of a dataset; shuffled for the route "train"."""
+        return EngineLoader(
+            dataset,
+            batch_size or self.config.train_micro_batch_size_per_gpu,
+            self.comm.rank,
+            self.comm.world,
+            seed=self.config.seed or 0,
+            drop_last=self.config.dataloader_drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type != "cpu",
+            sampler=data_sampler,
+            shuffle=route == "train",
+        )
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce now what backward passes have left on this rank; every rank must call it. Units are the buckets."""
+        units = self.sharded.backward.units
+        dirty = torch.tensor([int(unit.gradients.dirty) for unit in units], dtype=torch.int32, device=self.device)  # type: ignore[union-attr]
+        self.sharded.backward.flush((self.comm.sum_(dirty) > 0).tolist())
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Collect the gradients of several backward passes on this rank and reduce them once at the end; any stage."""
+        with self.no_sync():  # type: ignore[attr-defined]
+            yield
+        self.allreduce_gradients()
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of one forward; the accumulation steps stay, the train batch follows."""
+        if micro_batch_size <= 0:
+            raise ConfigError(f"train_micro_batch_size_per_gpu must be at least 1, got {micro_batch_size}")
+        train = micro_batch_size * self.config.gradient_accumulation_steps * self.comm.world
+        self.config = self.config.model_copy(update={"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": train})
+
+    def empty_partition_cache(self) -> None:
+        """Release every gathered unit; the next use gathers it again."""
+        for unit in self.sharded.units:
+            unit.release()
+
+    def offload_states(self, include: Any = None, **_: Any) -> None:
+        """Not there yet: comes with the host and NVMe tiers."""
+        raise EngineError("offload_states() comes with the offload tiers; nothing was moved")
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Not there yet: comes with the host and NVMe tiers."""
+        raise EngineError("reload_states() comes with the offload tiers; nothing was moved")
