@@ -19,6 +19,7 @@ from ..errors import RankError
 from .distributed import default_store
 from .ring import Ring
 from .transport import Transport, transport_for
+from .watch import NoWatch, Watch
 
 CONTROL = "control"  # the state that small agreement calls are booked under
 
@@ -82,7 +83,12 @@ class Collectives:
         self._meetings = 0
         # which of this group's instances this is: meetings of an earlier engine must not count for this one
         key = f"stateroom/serial/{self._group_name()}/{self.rank}"
-        self._serial = 0 if dist.get_backend(self.group) == "fake" else default_store().add(key, 1)
+        is_fake = dist.get_backend(self.group) == "fake"
+        self._serial = 0 if is_fake else default_store().add(key, 1)
+        self._watch: Watch | NoWatch = NoWatch()
+        if self.world > 1 and not is_fake:
+            prefix = f"stateroom/watch/{self._group_name()}/{self._serial}"
+            self._watch = Watch(self.rank, self.world, dist.PrefixStore(prefix, default_store()))
 
     # ---- flat buffers
 
@@ -205,7 +211,8 @@ class Collectives:
         return {key: Traffic(t.calls, t.num_bytes, t.sent_bytes) for key, t in self.traffic.items()}
 
     def close(self) -> None:
-        """Release the ring."""
+        """Release the ring and end the watch."""
+        self._watch.close()
         self.ring.close()
 
     def _group_name(self) -> str:
@@ -220,6 +227,8 @@ class Collectives:
         if not dist.is_initialized():  # the group object outlives its destruction, and on gloo even works on
             raise self._failed(kind, state, unit, RuntimeError())
         sequence = self.ring.start(kind, state, unit, num_bytes)
+        call = f"{kind}/{unit}"
+        number = self._watch.started(call)
         try:
             wait = start(self._tag(kind, unit))
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -227,10 +236,13 @@ class Collectives:
 
         def finish() -> None:
             began = time.perf_counter()
+            self._watch.waits(call, number, state)
             try:
                 wait()
             except RuntimeError as error:
                 raise self._failed(kind, state, unit, error) from error
+            finally:
+                self._watch.done()
             self.seconds += time.perf_counter() - began
             self.ring.end(sequence)
 

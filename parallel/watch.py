@@ -1,0 +1,190 @@
+"""Finds ranks that wait for each other for ever, because they ran different modules, and ends them with the reason."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PATIENCE_S = 3.0  # a wait longer than this is looked into
+PERIOD_S = 1.0
+EXIT_STATUS = 70
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a rank says of itself while it waits: for which call, how often it ran each call, and since when."""
+
+    rank: int
+    call: str
+    number: int
+    state: str
+    counts: Mapping[str, int]
+
+    def lacks(self, other: Waiting) -> bool:
+        """Whether this rank has not yet started the call that `other` waits for."""
+        return self.counts.get(other.call, 0) < other.number
+
+    def to_json(self) -> str:
+        """Return it as text for the store."""
+        return json.dumps([self.rank, self.call, self.number, self.state, dict(self.counts)])
+
+    @classmethod
+    def from_json(cls, text: str) -> Waiting:
+        """Read what to_json wrote."""
+        return cls(*json.loads(text))
+
+
+def find_cycle(waiting: Mapping[int, Waiting]) -> list[int]:
+    """Return ranks that wait for each other in a ring, or an empty list.
+
+    Rank a waits for rank b when b has not started the call that a waits for. If b itself waits, and its own wait leads
+    back to a, none of them can go on, whatever the other ranks do.
+    """
+    for start in sorted(waiting):
+        path = [start]
+        while True:
+            here = waiting[path[-1]]
+            following = [rank for rank in sorted(waiting) if rank != here.rank and waiting[rank].lacks(here)]
+            if not following:
+                break
+            if following[0] in path:
+                return path[path.index(following[0]) :]
+            path.append(following[0])
+    return []
+
+
+def describe_cycle(waiting: Mapping[int, Waiting], cycle: list[int]) -> str:
+    """Say in one line who waits for what."""
+    parts = []
+    for rank, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        kind, _, unit = waiting[rank].call.partition("/")
+        parts.append(
+            f"rank {rank} waits in {kind} of {waiting[rank].state} for unit {unit!r} (call {waiting[rank].number}), "
+            f"which rank {following} has not started"
+        )
+    return (
+        f"ranks are out of step: {'; '.join(parts)}. They ran different modules, or a different number of times or of batches. "
+        "Let every rank run the same units (multiply an unused one's output by zero), mark the part that branches with "
+        "stateroom.utils.set_z3_leaf_modules, or use ZeRO stage 0, 1 or 2, where ranks may differ"
+    )
+
+
+class Watch:
+    """Keeps the counts of one communicator and looks, from a thread of its own, at waits that take long.
+
+    A rank that waits says so in the store and reads what others say. Only a closed ring of waiting ranks, seen twice, is
+    an end: slow ranks are waited for. A call of torch.distributed that blocks cannot be interrupted, so the process is
+    ended, with the message and the stack of every thread on standard error.
+    """
+
+    def __init__(
+        self, rank: int, world: int, store: Any, on_end: Callable[[str], None] | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._rank, self._world, self._store = rank, world, store
+        self._on_end = on_end or _end_process
+        self._patience_s = patience_s
+        self._counts: dict[str, int] = {}
+        self._current: tuple[str, int, str, float] | None = None
+        self._said = ""
+        self._last: tuple[list[int], list[tuple[str, int]]] = ([], [])
+        self._stop = threading.Event()
+        # the thread holds no reference, so that an engine that is dropped without destroy() does not live on in it
+        threading.Thread(target=_loop, args=(weakref.ref(self), self._stop), name="stateroom-watch", daemon=True).start()
+
+    def started(self, call: str) -> int:
+        """Count a call that starts and return its number."""
+        number = self._counts.get(call, 0) + 1
+        self._counts[call] = number
+        return number
+
+    def waits(self, call: str, number: int, state: str) -> None:
+        """Note that this rank now waits for a call to finish."""
+        self._current = (call, number, state, time.monotonic())
+
+    def done(self) -> None:
+        """Note that the wait is over."""
+        self._current = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def look(self) -> None:
+        """Say whether this rank waits, and end it if what all say is a ring."""
+        current = self._current
+        if current is None or time.monotonic() - current[3] < self._patience_s:
+            self._say("")
+            return
+        call, number, state, _ = current
+        mine = Waiting(self._rank, call, number, state, dict(self._counts))
+        self._say(mine.to_json())
+        waiting = self._others()
+        waiting[self._rank] = mine
+        cycle = find_cycle(waiting)
+        seen = (cycle, [(waiting[rank].call, waiting[rank].number) for rank in cycle])
+        if cycle and seen == self._last:
+            self._on_end(describe_cycle(waiting, cycle))
+        self._last = seen
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            self._store.set(self._key(self._rank), text)
+            self._said = text
+
+    def _others(self) -> dict[int, Waiting]:
+        found = {}
+        for rank in range(self._world):
+            if rank != self._rank and self._store.check([self._key(rank)]):
+                text = self._store.get(self._key(rank)).decode()
+                if text:
+                    found[rank] = Waiting.from_json(text)
+        return found
+
+    def _key(self, rank: int) -> str:
+        return f"waiting/{rank}"
+
+
+def _loop(watch: weakref.ref[Watch], stop: threading.Event) -> None:
+    while not stop.wait(PERIOD_S):
+        alive = watch()
+        if alive is None:
+            return
+        try:
+            alive.look()
+        except (RuntimeError, OSError):  # the store is gone with its owner; the collective's own error says the rest
+            return
+        del alive
+
+
+class NoWatch:
+    """The same calls for a group of one rank, without effect."""
+
+    def started(self, call: str) -> int:
+        """Count nothing."""
+        return 0
+
+    def waits(self, call: str, number: int, state: str) -> None:
+        """Note nothing."""
+
+    def done(self) -> None:
+        """Note nothing."""
+
+    def close(self) -> None:
+        """End nothing."""
+
+
+def _end_process(message: str) -> None:
+    sys.stdout.flush()
+    print(f"stateroom.errors.RankError: {message}", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    time.sleep(2 * PERIOD_S)  # the other ranks of the ring are to see it too before this one's connections close
+    os._exit(EXIT_STATUS)
