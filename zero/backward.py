@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,7 +53,8 @@ class BackwardPass:
         self.sync = True
         self.factor = 1.0
         self.announced = False
-        self.plain_refusal: str | None = None  # why a backward outside engine.backward() may not run now
+        self.plain_refusal: str | None = None  # why a step may not follow a backward outside engine.backward()
+        self.tainted: str | None = None  # such a backward has left gradients
         self.total_passes = 0
         self.passes = 0  # completed passes that collected gradients, since the last step
         self._on_unit_done = on_unit_done
@@ -125,11 +127,16 @@ class BackwardPass:
 
     def after_step(self) -> None:
         """Forget gradients; once, adopt the order of rank 0's first pass."""
-        self.passes = 0
-        for unit in self.units:
-            unit.gradients.clear()  # type: ignore[union-attr]
+        self.forget()
         if self._seen is not None:
             self._share_order()
+
+    def forget(self) -> None:
+        """Drop the gradients collected since the last step."""
+        self.passes = 0
+        self.tainted = None
+        for unit in self.units:
+            unit.gradients.clear()  # type: ignore[union-attr]
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -145,26 +152,35 @@ class BackwardPass:
     # ---- inside a pass
 
     def _collector(self, unit: Unit, index: int) -> Callable[[nn.Parameter], Any]:
-        gradients = unit.gradients
+        # A hook lives in C++, where the garbage collector does not see the circle back to its parameter.
+        pass_of, unit_of = weakref.ref(self), weakref.ref(unit)
 
         def collect(param: nn.Parameter) -> None:
-            if not self._active:
-                if gradients.exposed:  # type: ignore[union-attr]
-                    raise EngineError(_SECOND_BACKWARD)
-                self.begin()
-            if not self._collected:
-                self._collected = True
-                if not self.announced and self.plain_refusal:
-                    raise EngineError(self.plain_refusal)
-            gradients.accept(index, self.factor)  # type: ignore[union-attr]
-            left = self._waits_for.get(unit.index)
-            if left is None:
-                left = sum(slot.param.requires_grad for slot in unit.slots)
-            self._waits_for[unit.index] = left = left - 1
-            if left == 0:
-                self._unit_complete(unit)
+            backward, owner = pass_of(), unit_of()
+            if backward is not None and owner is not None:
+                backward._collect(owner, index)
 
         return collect
+
+    def _collect(self, unit: Unit, index: int) -> None:
+        gradients = unit.gradients
+        assert gradients is not None
+        if not self._active:
+            if gradients.exposed:
+                raise EngineError(_SECOND_BACKWARD)
+            self.begin()
+        if not self._collected:
+            self._collected = True
+            if not self.announced and self.plain_refusal:
+                # No error yet: another engine's loss may run through this model, and zero_grad() may follow.
+                self.tainted = self.plain_refusal
+        gradients.accept(index, self.factor)
+        left = self._waits_for.get(unit.index)
+        if left is None:
+            left = sum(slot.param.requires_grad for slot in unit.slots)
+        self._waits_for[unit.index] = left = left - 1
+        if left == 0:
+            self._unit_complete(unit)
 
     def _unit_complete(self, unit: Unit) -> None:
         self._complete.add(unit.index)

@@ -82,14 +82,16 @@ class Gathering:
 
     def _attach(self, index: int, modules: Sequence[nn.Module]) -> None:
         for module in modules:
-            before, after = self._before(index), self._after(index, module is modules[-1])
+            before, after = self._before(index, id(module)), self._after(index, id(module), module is modules[-1])
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     # ---- forward
 
-    def _before(self, index: int) -> Callable[..., None]:
+    def _before(self, index: int, key: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if id(module) != key:  # a copy of the module has our hooks, and whole parameters of its own
+                return
             if index == 0 and self._depth == 0 and not in_backward():
                 self._forward.restart()
                 self._purpose = "parameters" if torch.is_grad_enabled() else "evaluation"
@@ -100,8 +102,10 @@ class Gathering:
 
         return hook
 
-    def _after(self, index: int, is_last: bool) -> Callable[..., None]:
+    def _after(self, index: int, key: int, is_last: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if id(module) != key:
+                return
             self._depth -= 1
             if in_backward():  # a recomputed forward: its backward follows at once
                 return

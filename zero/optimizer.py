@@ -94,6 +94,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise EngineError("step(closure) is not supported: gradients are sharded and reduced once; use an optimizer without closure")
         if self.backward_pass.passes == 0:
             raise EngineError("step() before backward(): no gradient has been collected since the last step")
+        if self.backward_pass.tainted:
+            message = self.backward_pass.tainted
+            self.backward_pass.forget()
+            raise EngineError(message)
         touched = self._agree()
         if self.demand_all_gradients:
             self._refuse_unused(touched)
@@ -121,9 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected since the last step."""
-        self.backward_pass.passes = 0
-        for unit in self.units:
-            unit.gradients.clear()  # type: ignore[union-attr]
+        self.backward_pass.forget()
 
     def _agree(self) -> list[bytes]:
         """Let all ranks know which parameters got a gradient anywhere; reduce what any rank still holds locally."""

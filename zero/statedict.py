@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ class StateDictHooks:
         self._handles: list[Any] = []
         self._sharded = any(unit.sharded for _, units in sites for unit in units)
         if self._sharded:
-            self._handles.append(module.register_state_dict_pre_hook(self._meet))
+            self._handles.append(module.register_state_dict_pre_hook(_only_for(module, self._meet)))
         for site, units in sites:
             for owner in site.modules:
+                mine = partial(_only_for, owner)
                 if self._sharded:
-                    self._handles.append(owner.register_state_dict_pre_hook(self._gather(units)))
-                    self._handles.append(owner.register_state_dict_post_hook(self._copy_out(units)))
-                self._handles.append(owner.register_load_state_dict_pre_hook(self._gather_to_load(units)))
-                self._handles.append(owner.register_load_state_dict_post_hook(self._take_over(units)))
+                    self._handles.append(owner.register_state_dict_pre_hook(mine(self._gather(units))))
+                    self._handles.append(owner.register_state_dict_post_hook(mine(self._copy_out(units))))
+                self._handles.append(owner.register_load_state_dict_pre_hook(mine(self._gather_to_load(units))))
+                self._handles.append(owner.register_load_state_dict_post_hook(mine(self._take_over(units))))
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -81,3 +83,14 @@ class StateDictHooks:
                 unit.release()
 
         return hook
+
+
+def _only_for(owner: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
+    """Return the hook without effect on copies of `owner`, which carry it along but have whole parameters of their own."""
+    key = id(owner)
+
+    def run(module: nn.Module, *args: Any) -> None:
+        if id(module) == key:
+            hook(module, *args)
+
+    return run
