@@ -36,8 +36,7 @@ def imports_of(path: Path):
 def test_imports_point_down():
     bad = []
     for folder in HEIGHT:
-        files = sorted((ROOT / folder).rglob("*.py")) if (ROOT / folder).is_dir() else [ROOT / f"{folder}.py"]
-        for path in files:
+        for path in [*sorted((ROOT / folder).rglob("*.py")), *ROOT.glob(f"{folder}.py")]:
             for target in imports_of(path):
                 if target == folder:
                     continue

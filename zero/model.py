@@ -157,19 +157,19 @@ class ShardedModel:
             unit.master = own.to(master) if needs_copy else own.detach()
 
     def check_intact(self) -> None:
-        """Refuse trainable parameters that came into the module after it was placed: they would stay as they are in silence.
+        """Refuse parameters that would stay as they are in silence: put into the module, or unfrozen, after it was placed.
 
         Raises:
             EngineError: names the first of them.
         """
-        params = (p for module in self.module.modules() for p in module._parameters.values() if p is not None)
-        found = {id(p) for p in params if p.requires_grad and slot_of(p) is None}
-        for name, param in self.module.named_parameters() if found else ():
-            if id(param) in found:
-                raise EngineError(
-                    f"parameter {name!r} was put into the model after initialize(), so no optimizer trains it; "
-                    "change the model first and then call initialize, or change values inside zero.GatheredParameters"
-                )
+        with torch._C.DisableTorchFunctionSubclass():  # this looks at flags of many parameters and at no values
+            for path, module in self.module.named_modules():
+                for key, param in module._parameters.items():
+                    if param is None:
+                        continue
+                    slot = slot_of(param)
+                    if (slot is None or not slot.unit.trainable) and param.requires_grad:
+                        _refuse_untrained(f"{path}.{key}" if path else key, added=slot is None)
 
     def remove(self) -> None:
         """Take all hooks off and give every parameter storage of its own, whole on every rank."""
@@ -178,6 +178,18 @@ class ShardedModel:
         self.gathering.remove()
         for unit in self.units:
             unit.detach()
+
+
+def _refuse_untrained(name: str, added: bool) -> None:
+    if added:
+        raise EngineError(
+            f"parameter {name!r} was put into the model after initialize(), so no optimizer trains it; "
+            "change the model first and then call initialize, or change values inside zero.GatheredParameters"
+        )
+    raise EngineError(
+        f"parameter {name!r} was frozen when initialize() was called and requires grad now, but it has no gradient buffer or optimizer "
+        "state; unfreeze it before initialize() (and freeze it afterwards for as long as it is to rest)"
+    )
 
 
 def kept_dtypes(module: nn.Module, types: tuple[type, ...]) -> set[int]:

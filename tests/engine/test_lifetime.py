@@ -175,3 +175,38 @@ def test_a_deep_copy_is_independent(pools, stage):
     for moved, same, loaded, alone, wanted in pools(2).run(copies, stage):
         assert moved and same and loaded
         assert alone is None or alone == pytest.approx(wanted, rel=1e-6)
+
+
+def freezing(stage):
+    """Freeze a block for two steps, let it go on, then unfreeze one that was frozen from the start."""
+    import stateroom
+    from stateroom.errors import EngineError
+
+    model = build("gpt")
+    for p in model.blocks[2].parameters():
+        p.requires_grad_(False)
+    engine, *_ = stateroom.initialize(model, config=config_for(stage, "fp32", 1))
+    states = [engine.module_state_dict()["blocks.1.up.weight"].clone()]
+    for number in range(4):
+        for p in model.blocks[1].parameters():
+            p.requires_grad_(number >= 2)
+        step(engine, number)
+        states.append(engine.module_state_dict()["blocks.1.up.weight"].clone())
+    rested = torch.equal(states[0], states[2])
+    moved = not torch.equal(states[2], states[3]) and not torch.equal(states[3], states[4])
+    for p in model.blocks[2].parameters():
+        p.requires_grad_(True)
+    message = ""
+    try:
+        step(engine, 9)
+    except EngineError as error:
+        message = str(error)
+    engine.destroy()
+    return rested, moved, message
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_freezing_in_flight(pools, stage):
+    for rested, moved, message in pools(2).run(freezing, stage):
+        assert rested and moved
+        assert "'blocks.2." in message and "frozen when initialize()" in message
