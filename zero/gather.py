@@ -154,6 +154,10 @@ class Gathering:
         if not self._backward.now:
             self._backward.restart(list(reversed(self._forward.now)))
         self._need(index, self._backward)
+        if index == 0:
+            for unit in self._all:  # an evaluation between forward and backward may have released them
+                if unit.pinned:
+                    unit.gather(self._purpose)
         self._inputs_done.discard(index)
 
     def unit_done(self, unit: Unit) -> None:
