@@ -25,7 +25,7 @@ from .precision import cast_inputs, forward_context
 from .progress import Progress, Timers
 from .ranks import RankGetters
 from .regions import Regions
-from .reporting import step_traffic
+from .reporting import ledger_of, step_traffic
 from .surface import EngineSurface
 
 _PLAIN_FP16 = (
@@ -242,6 +242,13 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         self._timers.add("step", began)
         loss = sum(report[1] for report in optimizer.reports) / len(optimizer.reports) if had_loss else None
         self._record(loss)
+        if self.global_steps == 1:
+            self._keep_ledger()
+
+    def _keep_ledger(self) -> None:
+        """Write the account into the run directory: after the first step, and as it stands at the end."""
+        if self.config.run_dir and self.comm.rank == 0:
+            self.progress.keep("ledger.json", ledger_of(self).to_json())
 
     def _after_update(self, optimizer: ShardedOptimizer) -> None:
         """Move loss scale and schedule on: the schedule only with real updates."""
@@ -388,6 +395,7 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         """
         if self._destroyed:
             return
+        self._keep_ledger()
         self.regions.remove()
         self.sharded.remove()
         self.progress.close()

@@ -126,6 +126,15 @@ class Progress:
         self._spent = {}
         self._since = (now, self._samples, self._tokens)
 
+    def keep(self, name: str, text: str) -> None:
+        """Write a file of the run directory, whole or not at all; without run_dir nothing is written."""
+        if self._file is None:
+            return
+        target = Path(self._file.name).with_name(name)
+        partial = target.with_suffix(".partial")
+        partial.write_text(text)
+        partial.replace(target)
+
     def close(self) -> None:
         """Close the metrics file."""
         if self._file is not None:

@@ -139,3 +139,32 @@ def test_the_first_rank_prints_tables_that_add_up(pools):
     assert "parameters" in text and "reduce_scatter" in text and silent == ""
     data = json.loads(data)
     assert sum(row["measured_bytes"] for row in data["states"]) == data["measured_bytes"] == data["predicted_bytes"]
+
+
+def run_directory(folder):
+    """Train two steps with a run directory."""
+    import stateroom
+
+    engine, *_ = stateroom.initialize(build("gpt"), config=config_for(3, "fp32", 1, run_dir=folder))
+    for step in range(2):
+        engine.backward(engine(*batch("gpt", step, 0, engine.global_rank)))
+        engine.step()
+    engine.destroy()
+
+
+def test_a_run_directory_holds_what_the_contract_names(pools, tmp_path):
+    from stateroom.config_schemas import load
+    from stateroom.parallel.ring import read_ring
+
+    pools(2).run(run_directory, str(tmp_path / "run"))
+    run = tmp_path / "run"
+    assert load(str(run / "config.resolved.json"), ranks=2).zero_optimization.stage == 3
+    assert json.loads((run / "environment.json").read_text())["ranks"] == 2
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps] == [1, 2]
+    assert all({"loss", "lr", "grad_norm", "samples", "tokens", "step_s", "memory_bytes"} <= s.keys() for s in steps)
+    ledger = json.loads((run / "ledger.json").read_text())
+    assert ledger["measured_bytes"] == ledger["predicted_bytes"] > 0
+    for rank in range(2):
+        records = read_ring(run / "trace" / f"rank_{rank}.ring")
+        assert {"parameters", "gradients"} <= {r.state for r in records} and all(r.end_s for r in records)
