@@ -186,5 +186,5 @@ def _end_process(message: str) -> None:
     print(f"stateroom.errors.RankError: {message}", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
-    time.sleep(2 * PERIOD_S)  # the other ranks of the ring are to see it too before this one's connections close
+    time.sleep(3 * PERIOD_S)  # the other ranks of the ring are to see it too before this one's connections close
     os._exit(EXIT_STATUS)
