@@ -150,7 +150,7 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         self._check_loss(loss)
         began = self._timers.now()
         divisor = self.gradient_accumulation_steps() if scale_wrt_gas and self.config.managed_gradient_accumulation else 1
-        self._note_loss(loss.detach(), counts=scale_wrt_gas)
+        self._note_loss(loss.detach())
         backward = self.sharded.backward
         if backward.active:
             backward.abandon()
@@ -170,7 +170,7 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss as `scale(loss).backward()` needs it: multiplied by the loss scale."""
         self._check_loss(loss)
-        self._note_loss(loss.detach(), counts=True)
+        self._note_loss(loss.detach())
         self.sharded.backward.plain_refusal = None
         return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
 
@@ -184,7 +184,7 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         if self.optimizer is None:
             raise EngineError("this engine has no optimizer: pass optimizer= to initialize, or an 'optimizer' section in the config")
 
-    def _note_loss(self, loss: torch.Tensor, counts: bool) -> None:
+    def _note_loss(self, loss: torch.Tensor) -> None:
         """Remember the loss and whether it is NaN, without waiting for the device."""
         loss = loss.float().reshape(())
         bad = torch.isnan(loss)
@@ -197,6 +197,9 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; on the accumulation boundary update the parameters.
+
+        Args:
+            lr_kwargs: passed on to the scheduler's step().
 
         Raises:
             EngineError: no backward has run since the last step(), the loss was NaN on some rank, or fp16 overflows at
@@ -218,9 +221,9 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         self._window_micros = 0 if boundary else self._window_micros + 1
         self._step_applied = False
         if boundary:
-            self._update()
+            self._update(lr_kwargs or {})
 
-    def _update(self) -> None:
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
         began = self._timers.now()
         optimizer = self.optimizer
@@ -236,7 +239,7 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         optimizer.step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self._after_update(optimizer)
+        self._after_update(optimizer, lr_kwargs)
         mark, self._traffic_mark = self._traffic_mark, self.comm.snapshot()
         self.last_step_traffic = step_traffic(mark, self._traffic_mark)
         self._timers.add("step", began)
@@ -250,14 +253,14 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         if self.config.run_dir and self.comm.rank == 0:
             self.progress.keep("ledger.json", ledger_of(self).to_json())
 
-    def _after_update(self, optimizer: ShardedOptimizer) -> None:
+    def _after_update(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
         """Move loss scale and schedule on: the schedule only with real updates."""
         if not optimizer.overflow:
             self.scaler.update(False)
             self._skips_in_a_row = 0
             self._step_applied = True
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**lr_kwargs)
             return
         self.skipped_steps += 1
         self._skips_in_a_row += 1

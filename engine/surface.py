@@ -106,11 +106,11 @@ class EngineSurface:
             self._mesh = build_mesh(self.device.type, axis_sizes(self.config.mesh, self.comm.world))
         return self._mesh
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, torch.Tensor]:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Return whole weights and buffers by name, in host memory under ZeRO-3; every rank must call it."""
         return saving.module_state(self, exclude_frozen_parameters)  # type: ignore[arg-type]
 
-    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> Any:
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load whole weights by name at any stage; master weights follow. Every rank must call it with the same weights."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
@@ -161,7 +161,7 @@ class EngineSurface:
         """Run Python's garbage collector once, for runs with disable_python_gc; returns the objects freed."""
         return gc.collect()
 
-    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:  # type: ignore[override]
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:  # type: ignore[override]
         """Compile the forward of each unit."""
         self.regions.compile(backend=backend, **(compile_kwargs or {}))
 

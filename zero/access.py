@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -258,13 +257,3 @@ def _state_pieces(slot: Slot, key: str) -> list[tuple[int, int, torch.Tensor]]:
         else:
             found.append((start, stop, value))
     return found
-
-
-def for_each_unit(units: Sequence[Unit], action: Callable[[Unit], Any]) -> None:
-    """Gather units one after the other, run `action` on each, and release it again; every rank must call it."""
-    for unit in units:
-        was_gathered = unit.gathered
-        unit.gather()
-        action(unit)
-        if not was_gathered:
-            unit.release()

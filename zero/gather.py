@@ -75,11 +75,6 @@ class Gathering:
         for unit in self._units[0] if self._units else []:
             unit.pinned = True
 
-    @property
-    def prefetches(self) -> bool:
-        """Whether the next unit is requested while this one computes."""
-        return self._ahead_numel != 0
-
     def _attach(self, index: int, modules: Sequence[nn.Module]) -> None:
         for module in modules:
             before, after = self._before(index, id(module)), self._after(index, id(module), module is modules[-1])
@@ -240,10 +235,6 @@ class Gathering:
             )
         unit.gather(self._purpose)
         unit.pinned = True
-
-    def gathered_numel(self) -> int:
-        """Return the elements of sharded units whose full buffers hold memory now."""
-        return sum(unit.layout.padded for unit in self._all if unit.full.untyped_storage().nbytes())
 
     def remove(self) -> None:
         """Take the hooks off the modules."""

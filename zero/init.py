@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
+from ..errors import EngineError
 from ..parallel import Collectives, init_distributed, local_device
 from .layout import Layout
 from .parameter import Slot, slot_of
@@ -29,6 +30,10 @@ class Init:
         dtype: dtype of floating-point parameters; buffers keep theirs.
         enabled: False makes the context do nothing.
         remote_device, pin_memory: accepted; shards rest on the compute device.
+        mem_efficient_linear, mpu: accepted; saved weights are views already, and all ranks of the group share a parameter.
+
+    Raises:
+        EngineError: an argument asks for what this version does not do (quantized weights, other groups).
     """
 
     def __init__(
@@ -43,8 +48,11 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        **_: Any,
+        **unsupported: Any,
     ) -> None:
+        asked = sorted(name for name, value in unsupported.items() if value not in (None, False))
+        if asked:
+            raise EngineError(f"zero.Init: {', '.join(asked)} is not supported in this version; leave it out")
         self._enabled = enabled
         self._comm: Collectives | None = None
         self._dtype = dtype or _dtype_of(config_dict_or_path if config_dict_or_path is not None else config)

@@ -172,7 +172,7 @@ class ShardedModel:
                         _refuse_untrained(f"{path}.{key}" if path else key, added=slot is None)
 
     def remove(self) -> None:
-        """Take all hooks off and give every parameter storage of its own, whole on every rank."""
+        """Take all hooks off; whole parameters become the module's own again, sharded ones lose their values."""
         self._state_dict_hooks.remove()
         self.backward.remove()
         self.gathering.remove()

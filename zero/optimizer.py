@@ -14,9 +14,6 @@ from .backward import BackwardPass
 from .runs import Run, build_runs, split_run
 from .unit import Unit
 
-# Gradients whose squares overflow fp32 are looked at again in fp64 before a step is given up.
-_NO_CLIP = 0.0
-
 
 class Scale(Protocol):
     """What the loss was multiplied by."""
@@ -48,7 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         whole: bool,
         scale: Scale,
-        clip: float = _NO_CLIP,
+        clip: float = 0.0,
     ) -> None:
         # Optimizer.__init__ would want parameters; the inner optimizer has them.
         self.inner = inner
@@ -178,6 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _global_norm(self) -> float:
         pieces = self._norm_pieces()
         total = self._sum_of_squares(pieces, None)
+        # Squares may overflow fp32 where the gradients do not: look again in fp64 before the step is given up.
         if not math.isfinite(total):
             total = self._sum_of_squares(pieces, torch.float64)
         return math.sqrt(total) if total >= 0 else math.nan
