@@ -105,6 +105,7 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
             args, kwargs = cast_inputs(args, torch.float16), cast_inputs(kwargs, torch.float16)
         wants_grad = torch.is_grad_enabled()
         if wants_grad and not in_backward():
+            self._thaw()
             self._prepare_pass(scale_wrt_gas=True)
             for unit in backward.units:
                 unit.gradients.hide()  # type: ignore[union-attr]
@@ -118,6 +119,13 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
                     tensor.register_hook(lambda grad: backward.begin())
         self._timers.add("forward", began)
         return output
+
+    def _thaw(self) -> None:
+        """Train what was frozen at initialize() and is unfrozen now, where a group of the optimizer holds it."""
+        if self.optimizer is not None:
+            thawed = self.sharded.growth.thaw_unfrozen()
+            if thawed:
+                self.optimizer.take_in(thawed)
 
     def _prepare_pass(self, scale_wrt_gas: bool) -> None:
         """Say what the coming backward does with gradients: the factor, and whether it reduces."""

@@ -71,12 +71,14 @@ def _from_config(
     groups = _spare_from_decay(groups, {id(p): name for name, p in named}, section.no_decay)
     if section.type.lower() == "muon":
         groups = split_muon_groups(named, params, groups)
+    # parameters that are frozen now belong to their group too: they are trained when they are unfrozen
+    everyone = [list(group["params"]) for group in groups]
+    groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     if not fp32_states and section.type.lower() in _STATES_BY_OPTION:
         params.setdefault("fp32_optimizer_states", False)
-    real = [list(group["params"]) for group in groups]
     stand_ins = [{**group, "params": [_stand_in(p, precision) for p in group["params"]]} for group in groups]
     inner = build_optimizer(section.type, params, stand_ins)
-    return Prepared(inner, real, not is_elementwise(inner) or isinstance(inner, Muon))
+    return Prepared(inner, everyone, not is_elementwise(inner) or isinstance(inner, Muon))
 
 
 def _stand_in(param: nn.Parameter, precision: Precision) -> nn.Parameter:
@@ -125,7 +127,7 @@ def _groups(module: nn.Module, model_parameters: Any, names: dict[int, str]) -> 
             if id(param) in seen:
                 raise ConfigError(f"parameter {names[id(param)]!r} is in model_parameters twice")
             seen.add(id(param))
-        groups.append({**group, "params": [param for param in params if param.requires_grad]})
+        groups.append({**group, "params": params})
     return groups
 
 

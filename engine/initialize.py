@@ -208,6 +208,7 @@ def _place(
         clip=cfg.gradient_clipping,
     )
     sharded_optimizer.demand_all_gradients = not zero.ignore_unused_parameters
+    sharded_optimizer.admit = sharded.growth.admit
     sharded_optimizer.check_overflow = not (cfg.bf16.enabled and not cfg.bf16.check_grad_overflow)
     return sharded, sharded_optimizer, scale
 

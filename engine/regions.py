@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -79,7 +81,22 @@ class Regions:
     def _wrap(self, module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if id(module) not in self._wrapped:
             self._wrapped[id(module)] = (module, "forward" in vars(module), vars(module).get("forward"))
-        module.forward = wrapper(module.forward)
+        module.forward = _Wrapped(module, wrapper(module.forward))
+
+
+class _Wrapped:
+    """A module's wrapped forward. A deep copy of the module gets its class's own forward: the wrapper is bound to the original."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self._module = module
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        module = copy.deepcopy(self._module, memo)
+        return MethodType(type(module).forward, module)
 
 
 def _recomputed(context: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,9 +68,20 @@ class BackwardPass:
         self._complete: set[int] = set()
         self._cursor = 0
         self._in_flight: deque[Pending] = deque()
-        self._handles = [
-            slot.param.register_post_accumulate_grad_hook(self._collector(unit, slot.index)) for unit in self.units for slot in unit.slots
-        ]
+        self._handles: list[Any] = []
+        for unit in self.units:
+            self._watch_gradients(unit)
+
+    def add(self, unit: Unit) -> None:
+        """Collect the gradients of one more unit; its place in the order is found anew in the next pass."""
+        self.units.append(unit)
+        self._order.append(unit)
+        self._seen = []
+        self._watch_gradients(unit)
+
+    def _watch_gradients(self, unit: Unit) -> None:
+        hooks = (slot.param.register_post_accumulate_grad_hook(self._collector(unit, slot.index)) for slot in unit.slots)
+        self._handles += hooks
 
     # ---- life of a pass
 

@@ -66,14 +66,37 @@ class Gathering:
         self._inputs_done: set[int] = set()
         self._done_units: set[int] = set()
         self._handles: list[Any] = []
+        self._copied: set[int] = set()  # ids of the slots of the copy that is being made
+        self._copying: Unit | None = None
         for unit in self._all:
-            unit.access_handler = self._on_access
+            self._answer_for(unit)
         if self._all:
             for index, (site, _) in enumerate(sites):
                 if self._units[index] or index == 0:
                     self._attach(index, site.modules)
         for unit in self._units[0] if self._units else []:
             unit.pinned = True
+
+    def add_to_root(self, unit: Unit) -> None:
+        """Take in a unit whose parameters may be used anywhere: it stays like the root's own."""
+        if unit.sharded:
+            self._units[0].append(unit)
+            self._all.append(unit)
+            self._site_of[id(unit)] = 0
+            self._answer_for(unit)
+            unit.pinned = True
+
+    def replace(self, old: Unit, new: Unit) -> None:
+        """Let `new` take the place of `old`, whose parameters it holds."""
+        if id(old) not in self._site_of:
+            return
+        index = self._site_of[id(new)] = self._site_of.pop(id(old))
+        for units in (self._units[index], self._all):
+            units[:] = [new if unit is old else unit for unit in units]
+        self._answer_for(new)
+
+    def _answer_for(self, unit: Unit) -> None:
+        unit.access_handler, unit.copy_handler = self._on_access, self._on_copy
 
     def _attach(self, index: int, modules: Sequence[nn.Module]) -> None:
         for module in modules:
@@ -89,6 +112,7 @@ class Gathering:
                 return
             if index == 0 and self._depth == 0 and not in_backward():
                 self._forward.restart()
+                self._copied, self._copying = set(), None
                 self._purpose = "parameters" if torch.is_grad_enabled() else "evaluation"
             self._depth += 1
             self._need(index, self._backward if in_backward() else self._forward)
@@ -235,6 +259,20 @@ class Gathering:
             )
         unit.gather(self._purpose)
         unit.pinned = True
+
+    def _on_copy(self, unit: Unit, slot: Slot) -> None:
+        """Gather for copy.deepcopy of the model, one unit at a time; a rank that copies alone says so instead of hanging."""
+        if self._depth or in_backward():
+            self._on_access(unit, slot)
+            return
+        if not self._copied or id(slot) in self._copied:
+            unit.comm.meet("copy.deepcopy() of a ZeRO-3 model")
+            self._copied = set()
+        self._copied.add(id(slot))
+        if self._copying is not None and self._copying is not unit:
+            self._copying.release()
+        self._copying = unit
+        unit.gather()
 
     def remove(self) -> None:
         """Take the hooks off the modules."""

@@ -13,6 +13,7 @@ from ..parallel.collectives import Collectives
 from .backward import IN_FLIGHT, BackwardPass
 from .gather import Gathering
 from .gradients import Gradients
+from .grow import Growth
 from .layout import Layout, flat_order
 from .materialize import Materializer, has_meta, move_buffers
 from .parameter import slot_of
@@ -72,8 +73,9 @@ class ShardedModel:
         self.whole = whole
         self.replaced: dict[int, nn.Parameter] = {}
         self.units: list[Unit] = []
-        self._group_of = group_of
+        self.group_of = group_of
         _refuse_unplaceable(module)
+        self._keep_dtype_of = options.keep_dtype_of
         kept = kept_dtypes(module, options.keep_dtype_of)
         sites = pick_sites(module, classes=options.classes, min_numel=options.min_numel, max_numel=options.max_numel, closed=options.closed)
         self.sites = self._build(sites, kept)
@@ -81,10 +83,13 @@ class ShardedModel:
         for name, buffer in module.named_buffers():
             if buffer.numel():
                 comm.broadcast(buffer, state="buffers", unit=name)
-        self._place_gradients()
+        for unit in self.units:
+            if unit.trainable:
+                self.give_gradients(unit)
         self.gathering = Gathering(self.sites, options.ahead_numel, self._begin_pass)
         self.backward = BackwardPass(self.units, comm, self.gathering.unit_done, self.gathering.end_pass, in_flight=options.in_flight)
         self._state_dict_hooks = StateDictHooks(module, self.sites, comm)
+        self.growth = Growth(self)
 
     def _begin_pass(self) -> None:
         self.backward.begin()
@@ -99,8 +104,8 @@ class ShardedModel:
                 before = [id(param) for _, param in site.params]
                 materializer.bring(site)
                 for old, (_, new) in zip(before, site.params, strict=True):
-                    if old in self._group_of:
-                        self._group_of.setdefault(id(new), self._group_of[old])
+                    if old in self.group_of:
+                        self.group_of.setdefault(id(new), self.group_of[old])
                     if old in kept:
                         kept.add(id(new))
             units = self._units_of(site, kept)
@@ -111,50 +116,57 @@ class ShardedModel:
         return built
 
     def _units_of(self, site: Site, kept: set[int]) -> list[Unit]:
-        kinds = split_kinds(site, self.precision.compute, kept)
+        kinds = split_kinds(site.params, self.precision.compute, kept)
         units = []
         for (trainable, dtype), params in kinds.items():
             name = site.name if len(kinds) == 1 else f"{site.name}[{'' if trainable else 'frozen '}{str(dtype).removeprefix('torch.')}]"
-            units.append(self._unit(name, params, dtype, trainable))
+            unit = self.make_unit(name, params, dtype, trainable=trainable, index=len(self.units))
+            self.units.append(unit)
+            units.append(unit)
         return units
 
-    def _unit(self, name: str, params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, trainable: bool) -> Unit:
-        order = flat_order([p.numel() for _, p in params], [self._group_of.get(id(p), -1) for _, p in params])
+    def make_unit(self, name: str, params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, *, trainable: bool, index: int) -> Unit:
+        """Lay out parameters and move them into a unit, released; every rank must call it."""
+        order = flat_order([p.numel() for _, p in params], [self.group_of.get(id(p), -1) for _, p in params])
         params = [params[i] for i in order]
         cut = Layout.whole if self.whole and trainable else Layout.even
         layout = cut([(n, tuple(p.shape)) for n, p in params], self.comm.world)
         unit = Unit(name, params, layout, self.comm, dtype=dtype, sharded=self.placement.parameters.sharded, trainable=trainable)
-        unit.index = len(self.units)
+        unit.index = index
         if trainable:
             unit.master_interval = layout.interval(self.comm.rank) if self.placement.optimizer.sharded else (0, layout.padded)
         unit.release()
-        self.units.append(unit)
         return unit
 
-    def _place_gradients(self) -> None:
-        for unit in self.units:
-            if not unit.trainable:
-                continue
-            low_precision = unit.dtype in (torch.float16, torch.bfloat16)
-            accumulate = self.precision.accumulate if low_precision else unit.dtype
-            unit.gradients = Gradients(
-                unit,
-                dtype=accumulate,
-                wire=self.precision.wire if low_precision or self.precision.wire.itemsize < accumulate.itemsize else accumulate,
-                sharded=self.placement.gradients.sharded,
-                interval=unit.master_interval,
-            )
+    def kinds_of(self, named: list[tuple[str, nn.Parameter]]) -> dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]]:
+        """Split parameters as the units of a site are split."""
+        return split_kinds(named, self.precision.compute, kept_dtypes(self.module, self._keep_dtype_of))
+
+    def give_gradients(self, unit: Unit) -> None:
+        """Give a trainable unit the buffers that collect its gradients."""
+        low_precision = unit.dtype in (torch.float16, torch.bfloat16)
+        accumulate = self.precision.accumulate if low_precision else unit.dtype
+        unit.gradients = Gradients(
+            unit,
+            dtype=accumulate,
+            wire=self.precision.wire if low_precision or self.precision.wire.itemsize < accumulate.itemsize else accumulate,
+            sharded=self.placement.gradients.sharded,
+            interval=unit.master_interval,
+        )
+
+    def give_master(self, unit: Unit) -> None:
+        """Give a trainable unit the tensor that the optimizer updates: its own bytes, or a copy in the master dtype."""
+        low, high = unit.master_interval
+        own = unit.shard if unit.sharded else unit.full[low:high]
+        master = self.precision.master
+        needs_copy = master is not None and unit.dtype in (torch.float16, torch.bfloat16) and master != unit.dtype
+        unit.master = own.to(master) if needs_copy else own.detach()
 
     def create_masters(self) -> None:
-        """Give each trainable unit the tensor that the optimizer updates: its own bytes, or a copy in the master dtype."""
+        """Give every trainable unit its master weights."""
         for unit in self.units:
-            if not unit.trainable:
-                continue
-            low, high = unit.master_interval
-            own = unit.shard if unit.sharded else unit.full[low:high]
-            master = self.precision.master
-            needs_copy = master is not None and unit.dtype in (torch.float16, torch.bfloat16) and master != unit.dtype
-            unit.master = own.to(master) if needs_copy else own.detach()
+            if unit.trainable:
+                self.give_master(unit)
 
     def check_intact(self) -> None:
         """Refuse parameters that would stay as they are in silence: put into the module, or unfrozen, after it was placed.
@@ -183,12 +195,12 @@ class ShardedModel:
 def _refuse_untrained(name: str, added: bool) -> None:
     if added:
         raise EngineError(
-            f"parameter {name!r} was put into the model after initialize(), so no optimizer trains it; "
-            "change the model first and then call initialize, or change values inside zero.GatheredParameters"
+            f"parameter {name!r} was put into the model after initialize(), so no optimizer trains it; call "
+            "engine.optimizer.add_param_group({'params': [it]}), or to change values only, do so inside zero.GatheredParameters"
         )
     raise EngineError(
-        f"parameter {name!r} was frozen when initialize() was called and requires grad now, but it has no gradient buffer or optimizer "
-        "state; unfreeze it before initialize() (and freeze it afterwards for as long as it is to rest)"
+        f"parameter {name!r} was frozen when initialize() was called and requires grad now, but it is in no group of the optimizer; "
+        "call engine.optimizer.add_param_group({'params': [it]}), or pass model_parameters=model.parameters() to initialize"
     )
 
 
@@ -197,10 +209,12 @@ def kept_dtypes(module: nn.Module, types: tuple[type, ...]) -> set[int]:
     return {id(p) for m in module.modules() if isinstance(m, types) for p in m._parameters.values() if p is not None}
 
 
-def split_kinds(site: Site, compute: torch.dtype | None, kept: set[int]) -> dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]]:
+def split_kinds(
+    named: list[tuple[str, nn.Parameter]], compute: torch.dtype | None, kept: set[int]
+) -> dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]]:
     """Split a site's parameters by trainability and placed dtype; each kind is a unit of its own."""
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-    for name, param in site.params:
+    for name, param in named:
         dtype = param.dtype if compute is None or id(param) in kept or not _castable(param.dtype) else compute
         kinds.setdefault((param.requires_grad, dtype), []).append((name, param))
     return kinds

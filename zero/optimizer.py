@@ -65,14 +65,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.defaults = inner.defaults
         self.param_groups = inner.param_groups
         self.runs: list[Run] = build_runs(self.units, group_of, inner, whole=whole)
+        self.admit: Callable[[list[Any], int], list[Unit]] | None = None  # makes parameters trainable: see zero/grow.py
         self._whole = whole
+        self._group_of = group_of
         self._point_inner_at_runs()
         self.state = inner.state
+        self._index_units()
+
+    def _index_units(self) -> None:
         for unit in self.units:
             unit.optimizer = self
         self._order = {id(unit): index for index, unit in enumerate(self.units)}
         self._counts = [len(unit.slots) for unit in self.units]
-        self._ungrouped = {(unit.index, slot.index) for unit in self.units for slot in unit.slots if id(slot.param) not in group_of}
+        self._ungrouped = {(unit.index, slot.index) for unit in self.units for slot in unit.slots if id(slot.param) not in self._group_of}
 
     def _point_inner_at_runs(self) -> None:
         for index, group in enumerate(self.inner.param_groups):
@@ -292,8 +297,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(saved)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: shards are laid out once."""
-        raise EngineError("parameters cannot be added to a sharded optimizer after initialize(); pass all groups to it")
+        """Train more parameters of the model from now on: unfrozen ones, or ones that were put into it; every rank must call it.
+
+        Options that the group leaves open are the optimizer's defaults.
+
+        Raises:
+            EngineError: a parameter is not the model's, or is in a group already.
+        """
+        assert self.admit is not None
+        given = param_group["params"]
+        params = [given] if isinstance(given, torch.Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
+        group = len(self.param_groups)
+        held = self.admit(params, group)
+        known = {id(unit) for unit in self.units}
+        self.runs = [run for run in self.runs if id(run.unit) not in {id(unit) for unit in held}] + self._runs_again(held)
+        self.units += [unit for unit in held if id(unit) not in known]
+        self._index_units()
+        tensors = [run.tensor for run in self.runs if run.group == group]
+        self.inner.add_param_group({**param_group, "params": tensors})
+        self._point_inner_at_runs()
+
+    def take_in(self, units: Sequence[Unit]) -> None:
+        """Update these units too from now on: their parameters were in groups, but frozen."""
+        self.units += units
+        self.runs += build_runs(units, self._group_of, None, whole=self._whole)
+        self._index_units()
+        self._point_inner_at_runs()
+
+    def _runs_again(self, units: Sequence[Unit]) -> list[Run]:
+        """Cut the runs of units anew, where some parameters had no group and now have one; states stay with their elements."""
+        known = {id(unit) for unit in self.units}
+        fresh = [unit for unit in units if id(unit) not in known]
+        runs = build_runs(fresh, self._group_of, None, whole=self._whole)
+        for unit in units:
+            if id(unit) in known:
+                old = [run for run in self.runs if run.unit is unit]
+                new = [run for run in build_runs([unit], self._group_of, None, whole=self._whole) if run.group == len(self.param_groups)]
+                runs += old + new
+        return runs
 
     @property
     def loss_scale(self) -> float:

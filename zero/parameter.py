@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
@@ -86,9 +87,11 @@ class Released:
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """Refuse or gather: a copy of released values would be a copy of nothing."""
-        _ask_for(self)
-        return nn.Parameter.__deepcopy__(self, memo)  # type: ignore[arg-type]
+        """Gather, together with all ranks, and copy: a copy of released values would be a copy of nothing."""
+        slot = slot_of(self)  # type: ignore[arg-type]
+        assert slot is not None
+        slot.unit.on_copy(slot)
+        return copy.deepcopy(self, memo)  # this parameter has its own class and values again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse or gather before pickling."""

@@ -41,14 +41,16 @@ class Run:
         return flat.view(self.unit.slots[self.slots[0]].shape) if self.whole else flat
 
 
-def build_runs(units: Sequence[Unit], group_of: dict[int, int], inner: torch.optim.Optimizer, *, whole: bool) -> list[Run]:
+def build_runs(units: Sequence[Unit], group_of: dict[int, int], inner: torch.optim.Optimizer | None, *, whole: bool) -> list[Run]:
     """Return the runs of this rank and move the optimizer's existing state, keyed by parameter, to them.
 
     Parameters of one group that lie side by side become one run: few large tensors instead of many small ones.
     An optimizer that already has state keeps a run per parameter, since step counts may differ.
     """
-    before = {id(param): state for param, state in inner.state.items()}
-    inner.state.clear()
+    before: dict[int, dict[str, Any]] = {}
+    if inner is not None:
+        before = {id(param): state for param, state in inner.state.items()}
+        inner.state.clear()
     runs: list[Run] = []
     for unit in units:
         group_at = [group_of.get(id(slot.param)) for slot in unit.slots]
@@ -68,7 +70,7 @@ def build_runs(units: Sequence[Unit], group_of: dict[int, int], inner: torch.opt
                 open_at = None if group is None else (group, start, stop)
                 if open_at is not None and state is not None:
                     runs.append(Run(unit, *open_at, whole=whole))
-                    _adopt_state(inner, runs[-1], state, part)
+                    inner.state[runs[-1].tensor] = _adopted(runs[-1], state, part)  # type: ignore[union-attr]
                     open_at = None
             if open_at is not None:
                 runs.append(Run(unit, *open_at, whole=whole))
@@ -105,10 +107,10 @@ def split_run(run: Run, flags: Sequence[int], inner: torch.optim.Optimizer) -> l
     return parts
 
 
-def _adopt_state(inner: torch.optim.Optimizer, run: Run, state: dict[str, Any], part: Slice) -> None:
+def _adopted(run: Run, state: dict[str, Any], part: Slice) -> dict[str, Any]:
     numel = run.unit.layout.extents[part.extent].numel
     cut = _cut_state(state, numel, part.start, part.stop)
-    inner.state[run.tensor] = {
+    return {
         key: value.view(run.tensor.shape) if isinstance(value, torch.Tensor) and value.numel() == run.tensor.numel() > 1 else value
         for key, value in cut.items()
     }

@@ -47,6 +47,7 @@ class Unit:
         self.lost = False  # the engine was destroyed while only shards existed
         self.holds = 0  # contexts that need the values to stay
         self.access_handler: AccessHandler | None = None
+        self.copy_handler: AccessHandler | None = None
         self.optimizer: Any = None  # the ShardedOptimizer that updates this unit, for reading its states
         self.gradients: Gradients | None = None
         self.master: torch.Tensor | None = None  # set by the optimizer: the dtype and interval that it updates
@@ -150,6 +151,10 @@ class Unit:
             "or use engine.module_state_dict() for whole weights"
         )
 
+    def on_copy(self, slot: Slot) -> None:
+        """Gather because the parameter is being deep-copied, as all ranks do with their copy of the model."""
+        (self.copy_handler or type(self).on_access)(self, slot)
+
     # ---- after the optimizer
 
     def publish(self) -> Pending:
@@ -205,9 +210,14 @@ class Unit:
         self._drop()
         self.access_handler = _lost
 
+    def discard(self) -> None:
+        """Let go of parameters that another unit has taken over."""
+        self.holds = 0
+        self._drop()
+
     def _drop(self) -> None:
         self.slots = []
-        self.optimizer = self.access_handler = None
+        self.optimizer = self.access_handler = self.copy_handler = None
         self.full = self.shard = torch.empty(0, dtype=self.dtype)
         self.master = None
         self.gradients = None

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import DIM, batch, build
+from oracle import error_of
 from torch import nn
 from training import cast, config_for
 
@@ -146,15 +147,17 @@ def test_two_engines_train_against_each_other(pools):
     assert torch.allclose(torch.tensor(pools(2).run(gan, 3, "fp16")[0]), torch.tensor(wanted), rtol=5e-3)
 
 
-def copies(stage):
-    """Copy the model while it is gathered; train on; return what the copy computes alone on rank 0, and its state."""
+def copies(stage, held):
+    """Copy the model; train on; return what the copy computes alone on rank 0, and its state."""
     import stateroom
     from stateroom.zero import GatheredParameters
 
-    engine, *_ = stateroom.initialize(build("gpt"), config=config_for(stage, "fp32", 1))
+    wrapped = {} if held else {"activation_checkpointing": {"policy": "full"}, "compile": {"enabled": True, "backend": "eager"}}
+    engine, *_ = stateroom.initialize(build("gpt"), config=config_for(stage, "fp32", 1, **wrapped))
     step(engine, 0)
-    with GatheredParameters(engine.module):
+    with GatheredParameters(engine.module, enabled=held):
         ema = copy.deepcopy(engine.module)
+    at_rest = stage < 3 or held or sum(unit.gathered for unit in engine.sharded.units) <= 1
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     step(engine, 1)
     after = engine.module_state_dict()
@@ -167,14 +170,32 @@ def copies(stage):
     plain.load_state_dict(before)
     wanted = plain(*batch("gpt", 5, 0, 0)).item()
     engine.destroy()
-    return moved, same, loaded, alone, wanted
+    return moved, same and at_rest, loaded, alone, wanted
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["gathered", "plainly"])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_deep_copy_is_independent(pools, stage):
-    for moved, same, loaded, alone, wanted in pools(2).run(copies, stage):
+def test_a_deep_copy_is_independent(pools, stage, held):
+    for moved, same, loaded, alone, wanted in pools(2).run(copies, stage, held):
         assert moved and same and loaded
         assert alone is None or alone == pytest.approx(wanted, rel=1e-6)
+
+
+def copy_on_one_rank():
+    import stateroom
+
+    engine, *_ = stateroom.initialize(build("gpt"), config=config_for(3, "fp32", 1))
+    meet = engine.comm.meet
+    engine.comm.meet = lambda what, timeout_s=0.5: meet(what, timeout_s)
+    message = error_of(lambda: copy.deepcopy(engine.module))[1] if engine.global_rank == 0 else ""
+    step(engine, 0)  # nothing hangs afterwards
+    engine.destroy()
+    return message
+
+
+def test_a_deep_copy_on_one_rank_names_the_others(pools):
+    message, _ = pools(2).run(copy_on_one_rank)
+    assert "copy.deepcopy() of a ZeRO-3 model" in message and "rank(s) [1] of 2" in message
 
 
 def freezing(stage):
@@ -209,4 +230,4 @@ def freezing(stage):
 def test_freezing_in_flight(pools, stage):
     for rested, moved, message in pools(2).run(freezing, stage):
         assert rested and moved
-        assert "'blocks.2." in message and "frozen when initialize()" in message
+        assert "'blocks.2." in message and "frozen when initialize()" in message and "in no group" in message
