@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,16 @@ from ..errors import ConfigError, EngineError
 from ..parallel import Collectives
 from ..parallel.collectives import Traffic
 from ..zero.backward import in_backward
+from ..zero.intact import check_kinds, check_trained, follow_writes
 from ..zero.model import ShardedModel
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.pick import tensors_in
-from .batches import call_with_batch, loss_of
+from .batches import cast_floating, to_device
 from .data import EngineLoader, RepeatingLoader
 from .getters import ConfigGetters
+from .loops import WholeBatches
 from .loss_scale import LossScale
-from .precision import cast_inputs, forward_context
+from .precision import forward_context
 from .progress import Progress, Timers
 from .ranks import RankGetters
 from .regions import Regions
@@ -34,7 +36,7 @@ _PLAIN_FP16 = (
 )
 
 
-class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
+class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module):
     """Runs `module` with its states placed as the config says. Built by stateroom.initialize().
 
     Attributes:
@@ -101,10 +103,13 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         backward = self.sharded.backward
         if backward.active and not in_backward():
             backward.abandon()  # the last backward raised
+        if self.device.type != "cpu":
+            args, kwargs = to_device(args, self.device), to_device(kwargs, self.device)
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            args, kwargs = cast_inputs(args, torch.float16), cast_inputs(kwargs, torch.float16)
+            args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         wants_grad = torch.is_grad_enabled()
         if wants_grad and not in_backward():
+            check_kinds(self.sharded.units)
             self._thaw()
             self._prepare_pass(scale_wrt_gas=True)
             for unit in backward.units:
@@ -236,7 +241,8 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         began = self._timers.now()
         optimizer = self.optimizer
         optimizer.clip = self.gradient_clipping()
-        self.sharded.check_intact()
+        follow_writes(self.sharded.units)
+        check_trained(self.module)
         count = max(self._window_count, 1)
         nothing = torch.zeros((), device=self.device)
         bad = nothing if self._bad_loss is None else self._bad_loss
@@ -354,43 +360,6 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
         update = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // per_micro}
         self.config = self.config.model_copy(update=update)
 
-    # ---- whole batches
-
-    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Run one optimizer step: as many micro-batches as accumulation steps, from `data_iter` or the engine's loader.
-
-        Returns:
-            the mean loss over micro-batches and ranks, a scalar tensor.
-        """
-        if data_iter is None:
-            if self.training_dataloader is None:
-                raise EngineError("train_batch() without data_iter needs training_data in initialize()")
-            self._repeating = self._repeating or RepeatingLoader(self.training_dataloader)
-            data_iter = self._repeating
-        self.train()
-        total = torch.zeros((), device=self.device)
-        for _ in range(self.gradient_accumulation_steps()):
-            loss = loss_of(call_with_batch(self, next(data_iter), self.loss_fn, self.device))
-            self.backward(loss)
-            self.step()
-            total += loss.detach()
-        return self._mean(total / self.gradient_accumulation_steps())
-
-    def eval_batch(self, data_iter: Any, num_micro_batches: int | None = None) -> torch.Tensor:
-        """Return the mean loss over micro-batches and ranks, without gradients."""
-        was_training = self.training
-        self.eval()
-        count = num_micro_batches or self.gradient_accumulation_steps()
-        total = torch.zeros((), device=self.device)
-        with torch.no_grad():
-            for _ in range(count):
-                total += loss_of(call_with_batch(self, next(data_iter), self.loss_fn, self.device)).float()
-        self.train(was_training)
-        return self._mean(total / count)
-
-    def _mean(self, value: torch.Tensor) -> torch.Tensor:
-        return self.comm.sum_(value.reshape(1).clone()).reshape(()) / self.comm.world
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients collected since the last update."""
         if self.optimizer is not None:
@@ -415,6 +384,20 @@ class Engine(EngineSurface, ConfigGetters, RankGetters, nn.Module):
             self.optimizer.before_update = None
         self.optimizer = None
         self._destroyed = True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
+        """Convert buffers; refuse what would change dtype or device of placed parameters, as half() and cpu() do."""
+        for unit in self.sharded.units:
+            probe = fn(torch.empty(0, dtype=unit.dtype, device=self.device))
+            if probe.dtype != unit.dtype or probe.device != self.device:
+                raise EngineError(
+                    f"the engine's parameters are {unit.dtype} on {self.device} and stay so; half(), to() and their kind go before "
+                    "initialize(), and mixed precision is set by bf16 or fp16 in the config"
+                )
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else fn(buffer)
+        return self
 
     def _check_alive(self) -> None:
         if self._destroyed:

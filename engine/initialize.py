@@ -29,7 +29,7 @@ from .groups import OptimizerLike, Prepared, prepare
 from .loss_scale import LossScale
 from .precision import loss_scale, state_dtypes
 from .progress import Progress, get_logger
-from .regions import Regions
+from .regions import Regions, compiler_of
 from .schedules import build_scheduler
 from .seeding import set_random_seed
 
@@ -162,7 +162,10 @@ def _unwrap_compiled(model: nn.Module) -> tuple[nn.Module, Any]:
     """Return the user's own module and the compiler around it: hooks must stay outside what is compiled."""
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         return model._orig_mod, model.dynamo_ctx
-    return model, None
+    compiler = compiler_of(model._compiled_call_impl)
+    if compiler is not None:
+        model._compiled_call_impl = None
+    return model, compiler
 
 
 def _check_model(model: nn.Module, device: torch.device) -> None:
@@ -247,6 +250,7 @@ def _scheduler(given: Any, cfg: Config, optimizer: ShardedOptimizer | None, prep
 def _regions(sharded: ShardedModel, cfg: Config, compiled_with: Any) -> Regions:
     modules = [module for site, _ in sharded.sites[1:] for module in site.modules] or [sharded.module]
     regions = Regions(modules)
+    regions.take_in_compiled()
     regions.recompute(cfg.activation_checkpointing.policy, cfg.activation_checkpointing.every)
     if cfg.compile.enabled:
         options = {key: getattr(cfg.compile, key) for key in ("backend", "mode", "fullgraph", "dynamic")}

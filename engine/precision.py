@@ -59,16 +59,3 @@ def forward_context(config: Any, device: torch.device) -> AbstractContextManager
     if not config.torch_autocast.enabled:
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype_named(config.torch_autocast.dtype, torch.bfloat16))
-
-
-def cast_inputs(tree: Any, dtype: torch.dtype) -> Any:
-    """Return the arguments with every floating-point tensor in `dtype` (fp16.auto_cast)."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        return {key: cast_inputs(value, dtype) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(cast_inputs(value, dtype) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(cast_inputs(value, dtype) for value in tree)
-    return tree

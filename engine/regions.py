@@ -38,6 +38,7 @@ class Regions:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)
         self._wrapped: dict[int, tuple[nn.Module, bool, Any]] = {}
+        self._in_place: list[tuple[nn.Module, Any]] = []
         self.compiled = False
 
     def recompute(self, policy: str, every: int) -> None:
@@ -69,8 +70,24 @@ class Regions:
             self._wrap(module, compiler)
         self.compiled = True
 
+    def take_in_compiled(self) -> None:
+        """Turn modules that the user compiled in place, module.compile(), into modules with a compiled forward.
+
+        What module.compile() traces includes the hooks around the forward, and those that move parameters break the graph.
+        """
+        for module in self.modules:
+            compiled = module._compiled_call_impl
+            compiler = compiler_of(compiled)
+            if compiler is not None:
+                module._compiled_call_impl = None
+                self._in_place.append((module, compiled))
+                self._wrap(module, compiler)
+
     def remove(self) -> None:
         """Give every module its own forward back."""
+        for module, compiled in self._in_place:
+            module._compiled_call_impl = compiled
+        self._in_place.clear()
         for module, had_own, original in self._wrapped.values():
             if had_own:
                 module.forward = original
@@ -82,6 +99,17 @@ class Regions:
         if id(module) not in self._wrapped:
             self._wrapped[id(module)] = (module, "forward" in vars(module), vars(module).get("forward"))
         module.forward = _Wrapped(module, wrapper(module.forward))
+
+
+def compiler_of(compiled: Any) -> Any:
+    """Return what torch.compile wraps functions with, taken from a function that it has wrapped; None when there is none.
+
+    torch keeps it in a closure only (seen on 2.13). Where it is not found the function is used as it is: more graphs, same numbers.
+    """
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=False))
+    found = cells["self"].cell_contents if "self" in cells else None
+    return found if callable(found) else None
 
 
 class _Wrapped:

@@ -155,6 +155,7 @@ def _restore_units(engine: Engine, state: dict[str, Any]) -> None:
                 unit.full.copy_(saved["full"])
             if unit.master is not None and not unit.master_is_shard:
                 unit.master.copy_(saved["master"])
+            unit.acknowledge()
         for name, buffer in engine.module.named_buffers():
             if name in state["buffers"]:
                 buffer.copy_(state["buffers"][name])

@@ -59,7 +59,10 @@ class EngineSurface:
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group; a scheduler overrides it at its next step."""
         for group in self.optimizer.param_groups if self.optimizer else ():
-            group["lr"] = lr
+            if isinstance(group["lr"], torch.Tensor):  # compiled and captured steps read this very tensor
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Momentum (or betas) of each group."""

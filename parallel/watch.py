@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .elsewhere import Elsewhere, standing_call
 
 PATIENCE_S = 3.0  # a wait longer than this is looked into
 PERIOD_S = 1.0
@@ -20,21 +22,34 @@ EXIT_STATUS = 70
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank says of itself while it waits: for which call, how often it ran each call, and since when."""
+    """What a rank says of itself while it waits: for which call, and how often it ran each call.
+
+    `ranks` is set for a collective that the script itself called: these must call it too. `state` is then its line.
+    """
 
     rank: int
     call: str
     number: int
     state: str
     counts: Mapping[str, int]
+    ranks: Sequence[int] | None = None
 
     def lacks(self, other: Waiting) -> bool:
         """Whether this rank has not yet started the call that `other` waits for."""
+        if other.ranks is not None:
+            return self.rank in other.ranks and (self.ranks is None or self.call != other.call)
         return self.counts.get(other.call, 0) < other.number
+
+    def describe(self) -> str:
+        """Say in words what it waits for."""
+        if self.ranks is not None:
+            return f"waits in torch.distributed.{self.call} at {self.state}"
+        kind, _, unit = self.call.partition("/")
+        return f"waits in {kind} of {self.state} for unit {unit!r} (call {self.number})"
 
     def to_json(self) -> str:
         """Return it as text for the store."""
-        return json.dumps([self.rank, self.call, self.number, self.state, dict(self.counts)])
+        return json.dumps([self.rank, self.call, self.number, self.state, dict(self.counts), self.ranks])
 
     @classmethod
     def from_json(cls, text: str) -> Waiting:
@@ -63,17 +78,21 @@ def find_cycle(waiting: Mapping[int, Waiting]) -> list[int]:
 
 def describe_cycle(waiting: Mapping[int, Waiting], cycle: list[int]) -> str:
     """Say in one line who waits for what."""
-    parts = []
-    for rank, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-        kind, _, unit = waiting[rank].call.partition("/")
-        parts.append(
-            f"rank {rank} waits in {kind} of {waiting[rank].state} for unit {unit!r} (call {waiting[rank].number}), "
-            f"which rank {following} has not started"
+    parts = [
+        f"rank {rank} {waiting[rank].describe()}, which rank {following} has not started"
+        for rank, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+    ]
+    start = f"ranks are out of step: {'; '.join(parts)}."
+    if any(waiting[rank].ranks is not None for rank in cycle):
+        return (
+            f"{start} They took a different number of steps, or one of them left the loop early. Let every rank take as many: "
+            "`for batch in engine.together(loader)` ends the epoch on all ranks when the first has no more"
         )
     return (
-        f"ranks are out of step: {'; '.join(parts)}. They ran different modules, or a different number of times or of batches. "
+        f"{start} They ran different modules, or a different number of times or of batches. "
         "Let every rank run the same units (multiply an unused one's output by zero), mark the part that branches with "
-        "stateroom.utils.set_z3_leaf_modules, or use ZeRO stage 0, 1 or 2, where ranks may differ"
+        "stateroom.utils.set_z3_leaf_modules, use ZeRO stage 0, 1 or 2, where ranks may differ, or end epochs with "
+        "engine.together(loader) where ranks have different numbers of batches"
     )
 
 
@@ -94,6 +113,7 @@ class Watch:
         self._counts: dict[str, int] = {}
         self._current: tuple[str, int, str, float] | None = None
         self._said = ""
+        self._stands: tuple[Elsewhere, float] | None = None
         self._last: tuple[list[int], list[tuple[str, int]]] = ([], [])
         self._stop = threading.Event()
         # the thread holds no reference, so that an engine that is dropped without destroy() does not live on in it
@@ -119,12 +139,10 @@ class Watch:
 
     def look(self) -> None:
         """Say whether this rank waits, and end it if what all say is a ring."""
-        current = self._current
-        if current is None or time.monotonic() - current[3] < self._patience_s:
+        mine = self._own_wait() or self._script_waits()
+        if mine is None:
             self._say("")
             return
-        call, number, state, _ = current
-        mine = Waiting(self._rank, call, number, state, dict(self._counts))
         self._say(mine.to_json())
         waiting = self._others()
         waiting[self._rank] = mine
@@ -133,6 +151,25 @@ class Watch:
         if cycle and seen == self._last:
             self._on_end(describe_cycle(waiting, cycle))
         self._last = seen
+
+    def _own_wait(self) -> Waiting | None:
+        current = self._current
+        if current is None or time.monotonic() - current[3] < self._patience_s:
+            return None
+        call, number, state, _ = current
+        return Waiting(self._rank, call, number, state, dict(self._counts))
+
+    def _script_waits(self) -> Waiting | None:
+        """Return what the script waits for in a collective of its own, such as a barrier at the end of an epoch."""
+        stands = standing_call() if self._current is None else None
+        if stands is None:
+            self._stands = None
+            return None
+        if self._stands is None or self._stands[0] != stands:
+            self._stands = (stands, time.monotonic())
+        if time.monotonic() - self._stands[1] < self._patience_s:
+            return None
+        return Waiting(self._rank, stands.call, 0, stands.where, dict(self._counts), stands.ranks)
 
     def _say(self, text: str) -> None:
         if text != self._said:

@@ -24,6 +24,7 @@ _LAZY = {
     "estimate_zero3_model_states_mem_needs_all_live": ".estimate",
     "register_external_parameter": ".access",
     "unregister_external_parameter": ".access",
+    "unwrap_model_for_generation": ".access",
 }
 
 __all__ = sorted(_LAZY)

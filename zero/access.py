@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -46,6 +47,18 @@ class GatheredParameters:
                 unit.keep()
             if not was_gathered:
                 unit.release()
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Hold every parameter of an engine or model whole until the end of the context, and yield the user's module.
+
+    Inside, forwards run no collective, so that ranks may generate sequences of different lengths under ZeRO-3. Every rank
+    must enter and leave; all of the model is in memory meanwhile.
+    """
+    module = getattr(model, "module", model)
+    with GatheredParameters(module):
+        yield module
 
 
 def _units_of(params: Params) -> list[Unit]:

@@ -68,7 +68,7 @@ _STAGE_3_OPTIONS = [
 def unit_sizes(model: nn.Module) -> list[UnitSize]:
     """Return the units that initialize() would make of the model for bf16 or fp16; tied parameters are in one of them, once."""
     kept = kept_dtypes(model, UnitOptions().keep_dtype_of)
-    kinds = [split_kinds(site, torch.bfloat16, kept) for site in pick_sites(model)]
+    kinds = [split_kinds(site.params, torch.bfloat16, kept) for site in pick_sites(model)]
     return [
         UnitSize(sum(p.numel() for _, p in params), dtype.itemsize, trainable)
         for each in kinds

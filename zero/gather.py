@@ -172,7 +172,8 @@ class Gathering:
         self._purpose = "parameters"
         if not self._backward.now:
             self._backward.restart(list(reversed(self._forward.now)))
-        self._need(index, self._backward)
+        if not self._is_past(index):
+            self._need(index, self._backward)
         if index == 0:
             for unit in self._all:  # an evaluation between forward and backward may have released them
                 if unit.pinned:
@@ -215,11 +216,11 @@ class Gathering:
         """Release everything at the end of a backward, but what a second backward over its graph will need."""
         self._backward.restart()
         makes_graph, self._makes_graph = self._makes_graph, False
+        self._done_units.clear()
         if makes_graph or self._depth:  # autograd.grad inside a forward: the forward still runs
             return
         self._kept.clear()
         self._inputs_done.clear()
-        self._done_units.clear()
         for unit in self._all:
             unit.release()
 
@@ -242,8 +243,18 @@ class Gathering:
             self._request(site)
 
     def _request(self, site: int) -> None:
-        for unit in self._units[site]:
-            unit.request(self._purpose)
+        if not self._is_past(site):
+            for unit in self._units[site]:
+                unit.request(self._purpose)
+
+    def _is_past(self, site: int) -> bool:
+        """Return whether this backward has all gradients of a site already.
+
+        A tensor that a module hands through from its input gets its gradient late, and its hook is no reason to gather again:
+        a rank that left a parameter of the site unused still holds it, so the others would wait for it in vain.
+        """
+        trainable = [unit for unit in self._units[site] if unit.trainable]
+        return bool(trainable) and all(id(unit) in self._done_units for unit in trainable)
 
     def _release(self, units: Sequence[Unit]) -> None:
         for unit in units:

@@ -75,7 +75,7 @@ class Growth:
         model = self._model
         for name, param in named:
             if param.device != model.comm.device:
-                raise EngineError(f"parameter {name!r} is on {param.device}, this rank computes on {model.comm.device}; move it there first")
+                raise EngineError(f"parameter {name!r} is on {param.device}, this rank computes on {model.comm.device}; move it there")
         for (trainable, dtype), params in model.kinds_of(named).items():
             unit = model.make_unit(f"added {params[0][0]}", params, dtype, trainable=trainable, index=len(model.units))
             model.units.append(unit)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import EngineError, LayoutError
+from ..errors import LayoutError
 from ..parallel.collectives import Collectives
 from .backward import IN_FLIGHT, BackwardPass
 from .gather import Gathering
@@ -16,7 +16,6 @@ from .gradients import Gradients
 from .grow import Growth
 from .layout import Layout, flat_order
 from .materialize import Materializer, has_meta, move_buffers
-from .parameter import slot_of
 from .pick import Site, pick_sites
 from .placement import Placement
 from .statedict import StateDictHooks
@@ -168,21 +167,6 @@ class ShardedModel:
             if unit.trainable:
                 self.give_master(unit)
 
-    def check_intact(self) -> None:
-        """Refuse parameters that would stay as they are in silence: put into the module, or unfrozen, after it was placed.
-
-        Raises:
-            EngineError: names the first of them.
-        """
-        with torch._C.DisableTorchFunctionSubclass():  # this looks at flags of many parameters and at no values
-            for path, module in self.module.named_modules():
-                for key, param in module._parameters.items():
-                    if param is None:
-                        continue
-                    slot = slot_of(param)
-                    if (slot is None or not slot.unit.trainable) and param.requires_grad:
-                        _refuse_untrained(f"{path}.{key}" if path else key, added=slot is None)
-
     def remove(self) -> None:
         """Take all hooks off; whole parameters become the module's own again, sharded ones lose their values."""
         self._state_dict_hooks.remove()
@@ -190,18 +174,6 @@ class ShardedModel:
         self.gathering.remove()
         for unit in self.units:
             unit.detach()
-
-
-def _refuse_untrained(name: str, added: bool) -> None:
-    if added:
-        raise EngineError(
-            f"parameter {name!r} was put into the model after initialize(), so no optimizer trains it; call "
-            "engine.optimizer.add_param_group({'params': [it]}), or to change values only, do so inside zero.GatheredParameters"
-        )
-    raise EngineError(
-        f"parameter {name!r} was frozen when initialize() was called and requires grad now, but it is in no group of the optimizer; "
-        "call engine.optimizer.add_param_group({'params': [it]}), or pass model_parameters=model.parameters() to initialize"
-    )
 
 
 def kept_dtypes(module: nn.Module, types: tuple[type, ...]) -> set[int]:

@@ -302,11 +302,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Options that the group leaves open are the optimizer's defaults.
 
         Raises:
-            EngineError: a parameter is not the model's, or is in a group already.
+            EngineError: there are no parameters, one is not the model's, or one is in a group already.
         """
         assert self.admit is not None
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else [p[1] if isinstance(p, tuple) else p for p in given]
+        if not params:
+            raise EngineError("add_param_group() was given no parameters")
         group = len(self.param_groups)
         held = self.admit(params, group)
         known = {id(unit) for unit in self.units}

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..errors import EngineError
+
 if TYPE_CHECKING:
     from .unit import Unit
 
@@ -25,8 +27,11 @@ _HARMLESS_PROPERTIES = frozenset(
 _HARMLESS_METHODS = frozenset(
     """numel size dim ndimension nelement element_size is_floating_point is_complex requires_grad_ register_hook get_device
     register_post_accumulate_grad_hook is_contiguous retain_grad stride storage_offset __hash__ __len__ has_names is_signed
-    is_inference is_same_size _is_view is_conj is_neg""".split()  # noqa: SIM905
+    is_inference _has_compatible_shallow_copy_type is_same_size _is_view is_conj is_neg""".split()  # noqa: SIM905
 )
+
+
+_CONVERSIONS = frozenset(("to", "half", "float", "double", "bfloat16", "cpu", "cuda", "type"))
 
 
 class ZeroParamStatus(Enum):
@@ -40,7 +45,7 @@ class ZeroParamStatus(Enum):
 class Slot:
     """A parameter's place: its unit and its number there; set as an attribute on the parameter itself."""
 
-    __slots__ = ("cls", "index", "name", "param", "shape", "unit", "view")
+    __slots__ = ("cls", "index", "name", "param", "shape", "unit", "version", "view")
 
     def __init__(self, unit: Unit, index: int, name: str, param: nn.Parameter) -> None:
         self.unit = unit
@@ -50,6 +55,7 @@ class Slot:
         self.shape = param.shape
         self.cls = type(param)
         self.view: torch.Tensor | None = None
+        self.version = 0  # of the values that the master weights know
 
     @property
     def offset(self) -> int:
@@ -79,8 +85,13 @@ class Released:
         """Answer questions about shape; gather the unit for the rest where that is allowed, else raise."""
         kwargs = kwargs or {}
         if not _is_harmless(func):
-            if getattr(func, "__name__", "") == "__repr__":
+            name = getattr(func, "__name__", "")
+            if name == "__repr__":
                 return describe(args[0])
+            if name in _CONVERSIONS and isinstance(args[0], Released) and _converts_nothing(func, args, kwargs):
+                return args[0]
+            if name == "__set__" and args[0] is args[1]:  # what module.to() does with a parameter that is right already
+                return None
             for param in _released_in((args, kwargs)):
                 _ask_for(param)
         with torch._C.DisableTorchFunctionSubclass():
@@ -142,6 +153,29 @@ def _is_harmless(func: Callable[..., Any]) -> bool:
         owner = getattr(func, "__self__", None)
         return getattr(owner, "__name__", "") in _HARMLESS_PROPERTIES
     return name in _HARMLESS_METHODS
+
+
+def _converts_nothing(func: Callable[..., Any], args: tuple, kwargs: dict) -> bool:
+    """Tell whether a conversion leaves the parameter as it is.
+
+    Raises:
+        EngineError: it would not, and the parameter is not in use: half(), to() and their kind come too late.
+    """
+    slot = slot_of(args[0])
+    assert slot is not None
+    unit = slot.unit
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = func(torch.empty(0, dtype=unit.dtype, device=unit.comm.device), *args[1:], **kwargs)
+    if isinstance(probe, torch.Tensor) and probe.dtype == unit.dtype and probe.device == unit.comm.device and not kwargs.get("copy"):
+        return True
+    try:
+        _ask_for(args[0])
+    except EngineError as error:
+        raise EngineError(
+            f"{error}. If this came from half(), to() or their kind: the model was placed by initialize(), so its dtype and device are "
+            "fixed; convert it before, or set bf16 or fp16 in the config"
+        ) from None
+    return False
 
 
 def _released_in(tree: Any) -> list[Released]:

@@ -59,6 +59,7 @@ class Unit:
         self._adopt()
         comm.broadcast(self.full, state="parameters", unit=name)  # every rank starts from rank 0's values
         self.gathered = True
+        self.acknowledge()
         own = self.full[self.lo : self.hi]
         self.shard = own.clone() if self.sharded else own
 
@@ -134,6 +135,22 @@ class Unit:
             if self.master is not None and not self.master_is_shard:
                 low, high = self.master_interval
                 self.master.copy_(self.full[low:high])
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Take the parameters' values as known: what is written from now on is a change."""
+        if not self.sharded and not self.master_is_shard:
+            for slot in self.slots:
+                slot.version = slot.param._version
+
+    def master_follows(self, slot: Slot) -> None:
+        """Let the master weights of one parameter follow what was written into it; without effect where they are one memory."""
+        slot.version = slot.param._version
+        if self.master is not None and not self.master_is_shard:
+            low, high = self.master_interval
+            start, stop = min(max(slot.offset, low), high), max(min(slot.offset + slot.numel, high), low)
+            with torch.no_grad():
+                self.master[start - low : stop - low].copy_(self.full[start:stop])
 
     @property
     def master_is_shard(self) -> bool:
@@ -166,6 +183,7 @@ class Unit:
             if not self.master_is_shard:
                 target = self.shard if self.sharded else self.full[low:high]
                 target.copy_(self.master)
+        self.acknowledge()
         if self.sharded:
             self._refresh()
             return DONE

@@ -207,7 +207,7 @@ def wrong_calls(stage):
         "float": error_of(lambda: engine.backward(1.0)),
         "tuple": error_of(lambda: engine.backward((engine(x),))),
         "closure": error_of(lambda: engine.optimizer.step(lambda: None)),
-        "new group": error_of(lambda: engine.optimizer.add_param_group({"params": []})),
+        "empty group": error_of(lambda: engine.optimizer.add_param_group({"params": []})),
     }
     assert_equal(weights_of(engine), before)
     engine.backward(engine(x))
@@ -254,7 +254,7 @@ def test_wrong_calls_say_what_to_call(pools):
         "float": ("EngineError", ["float", "loss"]),
         "tuple": ("EngineError", ["tuple", "loss"]),
         "closure": ("EngineError", ["closure"]),
-        "new group": ("EngineError", ["initialize()"]),
+        "empty group": ("EngineError", ["no parameters"]),
         "step twice": ("EngineError", ["step() before backward()"]),
         "graph used up": ("RuntimeError", ["retain_graph"]),
     }

@@ -500,6 +500,41 @@ def state_on_one_rank():
     return error
 
 
+def generation(stage):
+    from stateroom.zero import unwrap_model_for_generation
+
+    engine = engine_for(build("gpt"), stage, adamw())
+    for round_ in range(2):
+        engine.eval()
+        lengths = []
+        with torch.no_grad(), unwrap_model_for_generation(engine) as model:
+            inside = engine.comm.snapshot()
+            ids = torch.zeros((1, 1), dtype=torch.int64)
+            for _ in range(7 if engine.global_rank == round_ else 2):  # the longer rank changes
+                x = model.emb(ids)
+                for block in model.blocks:
+                    x = block(x)
+                ids = torch.cat([ids, model.head(model.norm(x))[:, -1:].argmax(-1)], dim=1)
+            lengths.append(ids.shape[1])
+            quiet = engine.comm.snapshot() == inside
+        engine.train()
+        run = drive(engine, gpt_loss, 1, first=round_)
+        at_rest = not any(unit.gathered for unit in engine.sharded.units if unit.sharded)
+        assert quiet and at_rest
+    engine.destroy()
+    return lengths, run.weights
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_may_generate_different_lengths(pools, stage):
+    """P18, with everything gathered; training afterwards is as without it."""
+    wanted = plain(build("gpt"), gpt_loss, 2, adamw()).weights
+    found = pools(2).run(generation, stage)
+    assert [lengths for lengths, _ in found] == [[3], [8]]
+    for _, weights in found:
+        assert_close(weights, wanted, atol=1e-5)
+
+
 def test_state_dict_on_one_rank_names_the_missing_one(pools):
     (kind, message), other = pools(2).run(state_on_one_rank)
     assert kind == "RankError" and "rank(s) [1] of 2 never called it" in message and "state_dict()" in message

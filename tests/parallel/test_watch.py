@@ -38,6 +38,19 @@ def test_waiting_for_a_slow_rank_is_none():
     assert find_cycle({0: ahead, 1: behind}) == []
 
 
+def test_a_collective_of_the_script_closes_a_ring_only_with_the_ranks_of_its_group():
+    counts = {"all_gather/a": 1}
+    ahead = waiting(0, "all_gather/b", 1, {**counts, "all_gather/b": 1})
+    barrier = Waiting(1, "barrier", 0, "train.py:7", counts, [0, 1])
+    assert sorted(find_cycle({0: ahead, 1: barrier})) == [0, 1]
+    assert "rank 1 waits in torch.distributed.barrier at train.py:7, which rank 0" in describe_cycle({0: ahead, 1: barrier}, [0, 1])
+    others = Waiting(1, "barrier", 0, "train.py:7", counts, [1, 2])  # rank 2 is still on its way there
+    assert find_cycle({0: ahead, 1: others}) == []
+    both = {r: Waiting(r, "barrier", 0, "train.py:7", counts, [0, 1, 2]) for r in range(2)}
+    assert find_cycle(both) == []  # rank 2 is late
+    assert Waiting.from_json(barrier.to_json()) == barrier
+
+
 def test_three_ranks_in_a_ring():
     ring = {r: waiting(r, f"all_gather/{r}", 1, {f"all_gather/{r}": 1, f"all_gather/{(r - 1) % 3}": 1}) for r in range(3)}
     assert sorted(find_cycle(ring)) == [0, 1, 2]
@@ -95,8 +108,12 @@ for step in range(3):
     if sys.argv[2] == "slow" and step == 1 and engine.global_rank == 1:
         time.sleep(6)
     which = engine.global_rank if sys.argv[2] == "apart" and step == 1 else step % 2
+    if sys.argv[2] == "uneven" and step == 2 and engine.global_rank == 1:
+        break
     engine.backward(engine(torch.ones(2, 8), which))
     engine.step()
+if sys.argv[2] == "uneven":
+    stateroom.comm.barrier()
 print("done", flush=True)
 """
 
@@ -119,6 +136,18 @@ def test_ranks_that_use_different_units_end_with_both_names(tmp_path):
     for line in lines:
         assert "'heads.0'" in line and "'heads.1'" in line and "rank 0" in line and "rank 1" in line
     assert f"exitcode  : {EXIT_STATUS}" in done.stderr or f"(exitcode: {EXIT_STATUS})" in done.stderr
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_a_rank_with_fewer_batches_ends_all_with_the_way_out(tmp_path, stage):
+    """P05: rank 1 leaves the loop and waits in a barrier of the script's own."""
+    done, seconds = run(tmp_path, stage, "uneven")
+    assert done.returncode != 0
+    assert seconds < 40
+    lines = [line for line in done.stderr.splitlines() if "ranks are out of step" in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert "rank 1 waits in torch.distributed.barrier at" in line and "job.py:" in line and "engine.together" in line
 
 
 @pytest.mark.parametrize(("stage", "case"), [("2", "apart"), ("3", "slow")])
