@@ -1,8 +1,9 @@
-"""What the engine's hooks cost: a step of 12 blocks through the engine on one rank, beside the bare loop, interleaved.
+"""What the engine's hooks cost: a step through the engine on one rank, beside the bare loop, interleaved.
 
-    python benchmarks/overhead.py [--rounds 15] [--dim 256]
+    python benchmarks/overhead.py [--rounds 15] [--model blocks|many] [--dim 256]
 
-Prints the medians of both, their ratio pair by pair, and the time of `import stateroom`.
+Prints the medians of both, their ratio pair by pair, the time of `initialize` and of `import stateroom`. The model is a
+Llama of 12 blocks, or one of 10,000 small parameters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama"))
 import stateroom
@@ -26,6 +28,19 @@ def build(dim: int) -> Llama:
     """Return the 12-block model, the same each time."""
     torch.manual_seed(0)
     return Llama(LlamaConfig(vocab_size=512, dim=dim, num_layers=12, num_heads=4, num_kv_heads=4, max_seq_len=128))
+
+
+class Many(nn.Module):
+    """10,000 parameters of 16 to 256 elements: 5,000 small layers in 100 groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(nn.Sequential(*(nn.Linear(16, 16) for _ in range(50))) for _ in range(100))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return a loss of a sum of chains, each 50 layers deep."""
+        x = inputs[:, :16].float() / 512
+        return torch.stack([group(x) for group in self.groups]).square().mean()
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,11 +60,13 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--model", choices=("blocks", "many"), default="blocks")
     parser.add_argument("--dim", type=int, default=256)
     args = parser.parse_args()
     torch.set_num_threads(1)
     inputs, targets = batch()
-    bare = build(args.dim)
+    make = Many if args.model == "many" else lambda: build(args.dim)
+    bare = make()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-4, fused=True)
 
     def bare_step() -> None:
@@ -60,10 +77,14 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
 
     steps = {"bare": bare_step}
+    result: dict[str, float] = {"import_s": import_seconds()}
     for stage in (0, 3):
         config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "log_level": "warning"}
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
-        engine, *_ = stateroom.initialize(build(args.dim), config=config)
+        model = make()
+        began = time.perf_counter()
+        engine, *_ = stateroom.initialize(model, config=config)
+        result[f"initialize_stage_{stage}_s"] = time.perf_counter() - began
 
         def engine_step(engine: stateroom.Engine = engine) -> None:
             loss = engine(inputs, targets)
@@ -78,7 +99,6 @@ def main() -> None:
             step()
             if round_ >= 2:
                 seconds[name].append(time.perf_counter() - began)
-    result: dict[str, float] = {"import_s": import_seconds()}
     for name, values in seconds.items():
         ratios = [a / b for a, b in zip(values, seconds["bare"], strict=True)]
         result[f"{name}_s"] = statistics.median(values)

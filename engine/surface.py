@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import ConfigError, EngineError
 from ..ledger import Ledger
 from ..parallel import Collectives, axis_sizes, build_mesh
+from ..zero.access import state_on_first_rank
 from . import saving
 from .data import EngineLoader
 from .reporting import ledger_of
@@ -141,6 +142,7 @@ class EngineSurface:
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Restore what save_checkpoint wrote; returns (path, client_state), or (None, {}) when there is nothing."""
+        self._check_alive()  # type: ignore[attr-defined]
         if custom_load_fn is not None:
             raise EngineError("load_checkpoint: custom_load_fn is not supported; load weights with engine.load_module_state_dict()")
         options = saving.LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
@@ -156,7 +158,9 @@ class EngineSurface:
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        return saving.module_state(self, exclude_frozen_parameters)  # type: ignore[arg-type]
+        """Return whole weights and buffers in host memory of the first rank, an empty dict elsewhere; every rank must call it."""
+        self.comm.meet("_zero3_consolidated_16bit_state_dict()")
+        return state_on_first_rank(self.module, self.comm, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

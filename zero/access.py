@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import EngineError
+from ..parallel import Collectives
 from .parameter import Slot, slot_of
 from .unit import Unit
 
@@ -206,6 +207,27 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     for _, _, piece in _state_pieces(_trained_slot(param), optim_state_key):
         piece.copy_(value.reshape(-1)[at : at + piece.numel()].view(piece.shape))
         at += piece.numel()
+
+
+def state_on_first_rank(module: nn.Module, comm: Collectives, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    """Return the whole weights and buffers of `module` by name in host memory of the first rank, and nothing on the others.
+
+    One unit is gathered at a time, so the other ranks never hold more than that. Names that share a parameter share the
+    tensor. Every rank must call it.
+    """
+    named = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    if exclude_frozen:
+        named = {key: value for key, value in named.items() if value.requires_grad or not isinstance(value, nn.Parameter)}
+    params = {id(value): value for value in named.values()}
+    copies: dict[int, torch.Tensor] = {}
+    for unit in _units_of(params.values()):  # type: ignore[arg-type]
+        members = [slot.param for slot in unit.slots if id(slot.param) in params]
+        with GatheredParameters(members):
+            if comm.rank == 0:
+                copies |= {id(param): param.detach().to("cpu", copy=True) for param in members}
+    if comm.rank:
+        return {}
+    return {key: copies[id(value)] if id(value) in copies else value.detach().to("cpu", copy=True) for key, value in named.items()}
 
 
 # ---- plumbing

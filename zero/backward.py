@@ -193,6 +193,14 @@ class BackwardPass:
         if left == 0:
             self._unit_complete(unit)
 
+    def passed(self, unit: Unit) -> None:
+        """Take note that the backward needs a unit no more: what has no gradient gets none, and its reduction need not wait.
+
+        Other ranks may have had all its gradients long ago, and wait for this one.
+        """
+        if self._active and unit.gradients is not None and unit.index not in self._complete:
+            self._unit_complete(unit)
+
     def _unit_complete(self, unit: Unit) -> None:
         self._complete.add(unit.index)
         if self._seen is not None:

@@ -50,14 +50,28 @@ class Gathering:
     Owns no values; says which unit is gathered when. The root's units stay from the start of a forward to the end of
     its backward. A unit whose parameters are read outside its own modules (a tied head, a functional call) is gathered
     on that access and from then on kept like the root.
+
+    Autograd runs what was recorded last first. So when the gradient of a site's output arrives, the backward has passed every
+    site that was first called after that output was made: nothing saved there is needed any more, and a parameter of it without
+    a gradient will get none. All gradients of a unit may be there before that, while the backward still needs its weights.
     """
 
-    def __init__(self, sites: Sequence[tuple[Site, list[Unit]]], ahead_numel: int | None, begin_pass: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        sites: Sequence[tuple[Site, list[Unit]]],
+        ahead_numel: int | None,
+        begin_pass: Callable[[], None],
+        unit_passed: Callable[[Unit], None],
+    ) -> None:
         self._units = [[unit for unit in units if unit.sharded] for _, units in sites]
         self._all = [unit for units in self._units for unit in units]
         self._site_of = {id(unit): index for index, units in enumerate(self._units) for unit in units}
         self._ahead_numel = ahead_numel  # None: one site ahead; 0: none
         self._begin_pass = begin_pass
+        self._unit_passed = unit_passed
+        self._calls = 0  # calls of sites that autograd recorded
+        self._passes = 0
+        self._first_call: dict[int, int] = {}  # site -> its first recorded call since the last backward
         self._forward, self._backward = Trace(), Trace()
         self._depth = 0
         self._purpose = "parameters"
@@ -116,7 +130,12 @@ class Gathering:
                 self._purpose = "parameters" if torch.is_grad_enabled() else "evaluation"
             self._depth += 1
             self._need(index, self._backward if in_backward() else self._forward)
-            if torch.is_grad_enabled() and any(not unit.trainable for unit in self._units[index]):
+            if not torch.is_grad_enabled():
+                return
+            if not in_backward():
+                self._calls += 1
+                self._first_call.setdefault(index, self._calls)
+            elif index not in self._first_call and any(not unit.trainable for unit in self._units[index]):
                 self._watch_inputs(index, (args, kwargs))
 
         return hook
@@ -132,7 +151,7 @@ class Gathering:
             for tensor in tensors_in(output):
                 seen = True
                 if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(lambda grad: self._before_backward(index))
+                    tensor.register_hook(lambda grad, made=(self._passes, self._calls): self._before_backward(index, *made))
                     has_graph = True
                 self._keep_if_view(index, tensor)
             if not seen and torch.is_grad_enabled():
@@ -163,8 +182,10 @@ class Gathering:
 
     # ---- backward
 
-    def _before_backward(self, index: int) -> None:
+    def _before_backward(self, index: int, passes: int, calls: int) -> None:
         self._begin_pass()
+        if passes == self._passes:
+            self._pass_by(calls)
         if torch.is_grad_enabled():
             # create_graph: the graph of this backward will need the weights again, with no hook in front of it
             self._makes_graph = True
@@ -180,17 +201,27 @@ class Gathering:
                     unit.gather(self._purpose)
         self._inputs_done.discard(index)
 
+    def _pass_by(self, calls: int) -> None:
+        """Let go of the sites that were first called after `calls`: this backward has passed them."""
+        for site in [site for site, first in self._first_call.items() if first > calls]:
+            del self._first_call[site]
+            for unit in self._units[site]:
+                self._unit_passed(unit)
+            self._done_units.update(id(unit) for unit in self._units[site])
+            self._release(self._units[site])
+
     def unit_done(self, unit: Unit) -> None:
-        """Release a unit whose last gradient has landed, and the frozen ones beside it once nothing needs them."""
+        """Release a unit whose last gradient has landed where no output shows when the backward has passed (a recomputed forward)."""
         index = self._site_of.get(id(unit))
         if index is None:
             return
         self._done_units.add(id(unit))
-        self._release([unit])
-        self._release_frozen(index)
+        if index not in self._first_call:
+            self._release([unit])
+            self._release_frozen(index)
 
     def _watch_inputs(self, index: int, inputs: Any) -> None:
-        """Find out when the backward of a site has passed: all gradients of its inputs are there.
+        """Find out when the backward of a recomputed site has passed: all gradients of its inputs are there.
 
         Frozen units have no gradients of their own to wait for.
         """
@@ -216,6 +247,8 @@ class Gathering:
         """Release everything at the end of a backward, but what a second backward over its graph will need."""
         self._backward.restart()
         makes_graph, self._makes_graph = self._makes_graph, False
+        self._passes += 1
+        self._first_call.clear()
         self._done_units.clear()
         if makes_graph or self._depth:  # autograd.grad inside a forward: the forward still runs
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class Init:
 
     Built on torch's registration hooks, which are taken off at the end. An initialiser that touches a sharded parameter
     later (`self.apply(init)`, `nn.init.normal_(self.head.weight)`) gets it whole; what rank 0 wrote is kept.
+    Until an engine takes the model over, `state_dict()` lists the sharded parameters as meta tensors: names, shapes and
+    dtypes without values, so that loaders may look and nothing is gathered.
 
     Args:
         module: shard the parameters of an existing module instead.
@@ -60,10 +62,11 @@ class Init:
         self._handles: list[Any] = []
         self._built: list[nn.Module] = []
         self._open: list[Unit] = []
+        self._units: list[Unit] = []
         if module is not None and enabled:
             self._start()
             self._shard(module)
-            self._finish()
+            self._finish(module.modules())
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -81,16 +84,22 @@ class Init:
         if self._enabled and exc[0] is None:
             for module in self._built:
                 self._shard(module, recurse=False)
-            self._finish()
-        self._built = []
+            self._finish(self._built)
+        self._built, self._units = [], []
 
     def _start(self) -> None:
         init_distributed()
         self._comm = Collectives(self._group, local_device())
 
-    def _finish(self) -> None:
+    def _finish(self, modules: Iterable[nn.Module]) -> None:
         self._settle(0)
         self._comm = None
+        for unit in self._units:
+            unit.access_handler = None
+        self._units = []
+        for module in {id(module): module for module in modules}.values():
+            module.register_state_dict_pre_hook(_open_to_listing)
+            module.register_state_dict_post_hook(_list_as_meta)
 
     def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
         if not self._built or self._built[-1] is not module:
@@ -112,11 +121,9 @@ class Init:
         unit = Unit(name, [(name, param)], layout, self._comm, dtype=dtype, sharded=True)
         unit.access_handler = self._on_access
         unit.release()
+        self._units.append(unit)
 
     def _on_access(self, unit: Unit, slot: Slot) -> None:
-        if self._comm is None:
-            unit.access_handler = None
-            unit.on_access(slot)
         unit.gather()
         self._open.append(unit)
         self._settle(_OPEN_AT_ONCE)
@@ -129,6 +136,33 @@ class Init:
                 unit.comm.broadcast(unit.full, state="parameters", unit=unit.name)
                 unit.keep()
                 unit.release()
+
+
+def _open_to_listing(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for unit in _resting_units(module).values():
+        unit.access_handler = _let_pass
+
+
+def _list_as_meta(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, unit in _resting_units(module).items():
+        unit.access_handler = None
+        param = module._parameters[name]
+        if state_dict[prefix + name] is not param:  # keep_vars asks for the parameters themselves
+            state_dict[prefix + name] = torch.empty(param.shape, dtype=param.dtype, device="meta")  # type: ignore[union-attr]
+
+
+def _resting_units(module: nn.Module) -> dict[str, Unit]:
+    """Return name -> unit of the module's own parameters that are sharded and that no engine has taken over."""
+    slots = {name: slot_of(param) for name, param in module._parameters.items() if param is not None}
+    return {
+        name: slot.unit
+        for name, slot in slots.items()
+        if slot is not None and not slot.unit.gathered and slot.unit.access_handler in (None, _let_pass)
+    }
+
+
+def _let_pass(unit: Unit, slot: Slot) -> None:
+    """Answer to state_dict(), which reads the values of a parameter: what it finds is exchanged for a meta tensor."""
 
 
 def _dtype_of(config: Any) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -35,8 +35,11 @@ class Materializer:
                     self._users.setdefault(id(param), []).append((path, module, key))
                     self._keep.append(param)
 
-    def bring(self, site: Site) -> None:
+    def bring(self, site: Site, homes: Mapping[int, torch.Tensor]) -> None:
         """Give the site's meta parameters, and the buffers of the modules that own them, real values on the device.
+
+        Args:
+            homes: id of a meta parameter -> the memory, of its shape and dtype, that it is to use.
 
         Raises:
             EngineError: a module has no way to initialise itself; names it.
@@ -45,7 +48,10 @@ class Materializer:
         for index, (name, param) in enumerate(site.params):
             if not param.is_meta:
                 continue
-            fresh = nn.Parameter(torch.empty_like(param, device=self._device), requires_grad=param.requires_grad)
+            fresh = nn.Parameter(torch.empty(0, dtype=param.dtype, device=self._device), requires_grad=param.requires_grad)
+            home = homes.get(id(param))
+            # .data keeps the parameter's own version counter, apart from that of the buffer around it
+            fresh.data = torch.empty_like(param, device=self._device) if home is None else home
             self.replaced[id(param)] = fresh
             for path, module, key in self._users[id(param)]:
                 module._parameters[key] = fresh

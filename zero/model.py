@@ -45,6 +45,18 @@ class UnitOptions:
     keep_dtype_of: tuple[type, ...] = field(default=(nn.modules.batchnorm._BatchNorm,))
 
 
+@dataclass
+class UnitPlan:
+    """A unit to be: its parameters in flat order, their layout, and the buffer that will hold them."""
+
+    name: str
+    params: list[tuple[str, nn.Parameter]]
+    layout: Layout
+    dtype: torch.dtype
+    trainable: bool
+    full: torch.Tensor
+
+
 class ShardedModel:
     """Places the parameters and gradients of `module` and installs the hooks that move them.
 
@@ -85,7 +97,7 @@ class ShardedModel:
         for unit in self.units:
             if unit.trainable:
                 self.give_gradients(unit)
-        self.gathering = Gathering(self.sites, options.ahead_numel, self._begin_pass)
+        self.gathering = Gathering(self.sites, options.ahead_numel, self._begin_pass, self._unit_passed)
         self.backward = BackwardPass(self.units, comm, self.gathering.unit_done, self.gathering.end_pass, in_flight=options.in_flight)
         self._state_dict_hooks = StateDictHooks(module, self.sites, comm)
         self.growth = Growth(self)
@@ -93,49 +105,78 @@ class ShardedModel:
     def _begin_pass(self) -> None:
         self.backward.begin()
 
+    def _unit_passed(self, unit: Unit) -> None:
+        self.backward.passed(unit)
+
     # ---- building
 
     def _build(self, sites: list[Site], kept: set[int]) -> list[tuple[Site, list[Unit]]]:
         materializer = Materializer(self.module, self.comm.device) if has_meta(self.module) else None
         built = []
         for site in sites:
+            plans = self._plans_of(site, kept)
             if materializer is not None:
-                before = [id(param) for _, param in site.params]
-                materializer.bring(site)
-                for old, (_, new) in zip(before, site.params, strict=True):
-                    if old in self.group_of:
-                        self.group_of.setdefault(id(new), self.group_of[old])
-                    if old in kept:
-                        kept.add(id(new))
-            units = self._units_of(site, kept)
+                self._bring(materializer, site, plans)
+            units = []
+            for plan in plans:
+                units.append(self._realize(plan, len(self.units)))
+                self.units.append(units[-1])
             built.append((site, units))
         if materializer is not None:
             materializer.bring_buffers()
             self.replaced = materializer.replaced
         return built
 
-    def _units_of(self, site: Site, kept: set[int]) -> list[Unit]:
+    def _plans_of(self, site: Site, kept: set[int]) -> list[UnitPlan]:
         kinds = split_kinds(site.params, self.precision.compute, kept)
-        units = []
+        plans = []
         for (trainable, dtype), params in kinds.items():
             name = site.name if len(kinds) == 1 else f"{site.name}[{'' if trainable else 'frozen '}{str(dtype).removeprefix('torch.')}]"
-            unit = self.make_unit(name, params, dtype, trainable=trainable, index=len(self.units))
-            self.units.append(unit)
-            units.append(unit)
-        return units
+            plans.append(self._plan(name, params, dtype, trainable))
+        return plans
 
-    def make_unit(self, name: str, params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, *, trainable: bool, index: int) -> Unit:
-        """Lay out parameters and move them into a unit, released; every rank must call it."""
+    def _bring(self, materializer: Materializer, site: Site, plans: list[UnitPlan]) -> None:
+        """Bring a site's meta parameters to life in the very buffers of their units, so that none is in memory twice."""
+        homes = {}
+        for plan in plans:
+            for extent, (_, param) in zip(plan.layout.extents, plan.params, strict=True):
+                if param.is_meta and param.dtype == plan.dtype:
+                    homes[id(param)] = plan.full[extent.offset : extent.end].view(extent.shape)
+        materializer.bring(site, homes)
+        for plan in plans:
+            for index, (name, old) in enumerate(plan.params):
+                new = materializer.replaced.get(id(old), old)
+                plan.params[index] = (name, new)
+                if id(old) in self.group_of:
+                    self.group_of.setdefault(id(new), self.group_of[id(old)])
+
+    def _plan(self, name: str, params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, trainable: bool) -> UnitPlan:
         order = flat_order([p.numel() for _, p in params], [self.group_of.get(id(p), -1) for _, p in params])
         params = [params[i] for i in order]
         cut = Layout.whole if self.whole and trainable else Layout.even
         layout = cut([(n, tuple(p.shape)) for n, p in params], self.comm.world)
-        unit = Unit(name, params, layout, self.comm, dtype=dtype, sharded=self.placement.parameters.sharded, trainable=trainable)
+        return UnitPlan(name, params, layout, dtype, trainable, torch.zeros(layout.padded, dtype=dtype, device=self.comm.device))
+
+    def _realize(self, plan: UnitPlan, index: int) -> Unit:
+        unit = Unit(
+            plan.name,
+            plan.params,
+            plan.layout,
+            self.comm,
+            dtype=plan.dtype,
+            sharded=self.placement.parameters.sharded,
+            trainable=plan.trainable,
+            full=plan.full,
+        )
         unit.index = index
-        if trainable:
-            unit.master_interval = layout.interval(self.comm.rank) if self.placement.optimizer.sharded else (0, layout.padded)
+        if unit.trainable:
+            unit.master_interval = plan.layout.interval(self.comm.rank) if self.placement.optimizer.sharded else (0, plan.layout.padded)
         unit.release()
         return unit
+
+    def make_unit(self, name: str, params: list[tuple[str, nn.Parameter]], dtype: torch.dtype, *, trainable: bool, index: int) -> Unit:
+        """Lay out parameters and move them into a unit, released; every rank must call it."""
+        return self._realize(self._plan(name, params, dtype, trainable), index)
 
     def kinds_of(self, named: list[tuple[str, nn.Parameter]]) -> dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]]:
         """Split parameters as the units of a site are split."""

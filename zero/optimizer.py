@@ -338,6 +338,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 runs += old + new
         return runs
 
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Run `hook(inner optimizer, args, kwargs)` before each update that takes place, with this rank's gradients in place."""
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Run `hook(inner optimizer, args, kwargs)` after each update that takes place."""
+        return self.inner.register_step_post_hook(hook)
+
     @property
     def loss_scale(self) -> float:
         """The current loss scale."""

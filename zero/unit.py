@@ -34,6 +34,7 @@ class Unit:
         dtype: torch.dtype,
         sharded: bool,
         trainable: bool = True,
+        full: torch.Tensor | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -54,7 +55,7 @@ class Unit:
         self.master_interval = (0, layout.padded)
         self._pending: Pending | None = None
         self._nan = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=comm.device)
-        self.full = torch.zeros(layout.padded, dtype=dtype, device=comm.device)
+        self.full = torch.zeros(layout.padded, dtype=dtype, device=comm.device) if full is None else full
         self.slots = [Slot(self, i, name, param) for i, (name, param) in enumerate(named_params)]
         self._adopt()
         comm.broadcast(self.full, state="parameters", unit=name)  # every rank starts from rank 0's values
@@ -73,7 +74,8 @@ class Unit:
             end = slot.offset + slot.numel
             slot.view = self.full[slot.offset : end].view(slot.shape)
             with torch.no_grad():
-                slot.view.copy_(slot.param.detach())
+                if slot.param.data_ptr() != slot.view.data_ptr():  # else it came to life there
+                    slot.view.copy_(slot.param.detach())
             slot.param.grad = None
             # .data keeps the parameter's own version counter: refilling the buffer does not look like a user's write
             slot.param.data = slot.view
@@ -122,8 +124,16 @@ class Unit:
             return
         for slot in self.slots:
             hide(slot, self._nan)
+        if not self.full.untyped_storage().resizable():
+            self._leave_buffer()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
+
+    def _leave_buffer(self) -> None:
+        """Leave the memory to a NumPy array or the like that shares it, and go on with a buffer of our own."""
+        self.full = torch.empty_like(self.full)
+        for slot in self.slots:
+            slot.view = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
     def keep(self) -> None:
         """Take over what was written into the gathered parameters: shard and master follow."""

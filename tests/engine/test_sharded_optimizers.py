@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import shutil
+
 import pytest
 import torch
 from models import batch, build
@@ -40,7 +44,45 @@ class RowNormSGD(torch.optim.Optimizer):
                     p.sub_((grad / (grad.norm(dim=1, keepdim=True) + 1e-8)).view(p.shape), alpha=group["lr"])
 
 
-WHOLE = {"RowNormSGD": lambda ps: RowNormSGD(ps, lr=1e-3), "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2)}
+class BlockwiseMomentum(torch.optim.Optimizer):
+    """Momentum kept in 8 bits as bitsandbytes keeps it: codes like the parameter, a scale for each block of 32, a shared table."""
+
+    BLOCK = 32
+
+    def __init__(self, params, lr, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        self.table = torch.linspace(-1, 1, 255)
+
+    def _decoded(self, state, numel):
+        blocks = self.table[state["state1"].flatten().long()].split(self.BLOCK)
+        return torch.cat([codes * scale for codes, scale in zip(blocks, state["absmax1"], strict=True)])[:numel]
+
+    def _encode(self, state, flat, shape):
+        scales = torch.stack([part.abs().max() + 1e-12 for part in flat.split(self.BLOCK)])
+        scaled = torch.cat([part / scale for part, scale in zip(flat.split(self.BLOCK), scales, strict=True)])
+        state["absmax1"], state["state1"] = scales, ((scaled + 1) * 127).round().to(torch.uint8).view(shape)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["qmap1"], state["step"] = self.table, 0
+                    self._encode(state, torch.zeros(p.numel()), p.shape)
+                state["step"] += 1
+                flat = self._decoded(state, p.numel()) * group["momentum"] + p.grad.flatten()
+                self._encode(state, flat, p.shape)
+                p.sub_(flat.view(p.shape), alpha=group["lr"])
+
+
+WHOLE = {
+    "RowNormSGD": lambda ps: RowNormSGD(ps, lr=1e-3),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+    "BlockwiseMomentum": lambda ps: BlockwiseMomentum(ps, lr=1e-2),
+}
 ALL = {**ELEMENTWISE, **WHOLE}
 
 
@@ -79,6 +121,60 @@ def test_equals_the_same_optimizer_on_the_whole_model(pools, name):
         for key, expected in plain.items():
             scale = expected.abs().max().item() + 1e-6
             assert (weights[key] - expected).abs().max().item() / scale < 3e-5, (name, key)
+
+
+def step_hooks(stage):
+    import stateroom
+
+    seen = []
+    engine, optimizer, *_ = stateroom.initialize(build("gpt"), config=config_for(stage, "fp32", 1))
+    before = optimizer.register_step_pre_hook(lambda inner, args, kwargs: seen.append("before"))
+    optimizer.register_step_post_hook(lambda inner, args, kwargs: seen.append("after"))
+    train(engine, 2)
+    before.remove()
+    train(engine, 1, first=2)
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_on_the_optimizers_step_run(pools, stage):
+    assert pools(2).run(step_hooks, stage) == [["before", "after", "before", "after", "after"]] * 2
+
+
+def whole_state(stage):
+    """States of other shapes than the parameter: read, saved and loaded."""
+    import tempfile
+
+    import stateroom
+    from stateroom.utils import safe_get_full_optimizer_state
+
+    config = config_for(stage, "fp32", 1)
+    del config["optimizer"]
+    runs = []
+    folder = pathlib.Path(tempfile.gettempdir()) / f"blockwise-{stage}-{os.getppid()}"
+    for resumed in (False, True):
+        engine, *_ = stateroom.initialize(build("gpt"), config=config, optimizer=ALL["BlockwiseMomentum"])
+        if resumed:
+            engine.load_checkpoint(folder)
+        else:
+            train(engine, 2)
+            engine.save_checkpoint(folder)
+            weight = engine.module.blocks[0].up.weight
+            codes = safe_get_full_optimizer_state(weight, "state1")
+        train(engine, 2, first=2)
+        runs.append(master_weights(engine))
+        engine.destroy()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder)
+    return runs, codes.shape == weight.shape and codes.unique().numel() > 3
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_of_other_shapes_survive_a_save(pools, stage):
+    for (straight, resumed), whole in pools(2).run(whole_state, stage):
+        assert whole
+        assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def from_config(section, stages):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 from models import batch, build
@@ -127,3 +131,50 @@ def test_parameters_are_the_flat_buffer_itself(pools, stage):
         assert numel * 4 <= views <= (numel + 2 * count) * 4
         whole = 1 if stage < 2 else 2
         assert grads <= (numel + 2 * count) * 4 / whole
+
+
+BILLION = """
+import torch, stateroom
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+class Model(nn.Module):
+    def __init__(self, dim=2048, layers=20, vocab=8000):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab, bias=False)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+
+def peak():
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+stateroom.init_distributed()
+with torch.device("meta"):
+    model = Model()
+total = sum(p.numel() for p in model.parameters()) * 4
+unit = sum(p.numel() for p in model.blocks[0].parameters()) * 4
+before = peak()
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = stateroom.initialize(model, config=config)
+print("peak", total, unit, peak() - before, flush=True)
+"""
+
+
+@pytest.mark.full
+def test_a_billion_parameters_on_the_meta_device_come_to_life_sharded(tmp_path):
+    """Four ranks; each may use 1.3 times a quarter of the bytes and one unit, resident, at any time."""
+    script = tmp_path / "billion.py"
+    script.write_text(BILLION)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [list(map(int, row)) for row in re.findall(r"peak (\d+) (\d+) (\d+)", done.stdout)]
+    assert len(rows) == 4
+    for total, unit, used in rows:
+        assert total > 4e9
+        assert used <= 1.3 * (total / 4 + unit), f"{used / 1e9:.2f} GB of {(total / 4 + unit) / 1e9:.2f}"
