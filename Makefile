@@ -5,7 +5,7 @@ RANKS   ?= 2
 CONFIG  ?= examples/llama/configs/zero3.json
 MINUTES ?= 3
 RUN_DIR ?= runs/llama
-EXTRAS  ?= data,test,bench
+EXTRAS  ?= data,hf,test,bench
 
 comma := ,
 BIN   := .venv/bin
