@@ -58,6 +58,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key, as of a dict: scripts written for DeepSpeed find a dict under `engine.config`."""
+        return getattr(self, name) if name in type(self).model_fields else default
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in type(self).model_fields:
+            raise KeyError(name)
+        return getattr(self, name)
+
 
 def as_int(value: Any) -> int:
     """Return an integer from an int, an integral float (5e8) or a numeric string.

@@ -30,14 +30,14 @@ class WarmupLR(Section):
 class WarmupDecayLR(WarmupLR):
     """Warm up, then fall linearly to zero at the last step."""
 
-    total_num_steps: Int | None = key(None, "Steps of the whole run; required.", gt=0)
+    total_num_steps: Int | None = key(None, "Steps of the whole run; required, and above 0 where there is an optimizer.", ge=0)
     warmup_max_lr: OptionalFloats = key(0.001, "Peak; null means the optimizer's learning rate.")
 
 
 class WarmupCosineLR(Section):
     """Warm up, then fall along a cosine; all values are shares of the optimizer's learning rate."""
 
-    total_num_steps: Int | None = key(None, "Steps of the whole run; required.", gt=0)
+    total_num_steps: Int | None = key(None, "Steps of the whole run; required, and above 0 where there is an optimizer.", ge=0)
     warmup_min_ratio: Float = key(0.0, "Share of the learning rate at step 0.", ge=0)
     warmup_num_steps: Int = key(1000, "Steps of warm-up; 1 counts as 2.", gt=0)
     cos_min_ratio: Float = key(1e-4, "Share of the learning rate at the last step.", ge=0)

@@ -244,6 +244,8 @@ def _scheduler(given: Any, cfg: Config, optimizer: ShardedOptimizer | None, prep
         return given(optimizer) if is_factory else given
     if cfg.scheduler is None or cfg.scheduler.type is None:
         return None
+    if cfg.scheduler.params.get("total_num_steps", 1) == 0:  # what trainers write that only evaluate, without an optimizer
+        raise ConfigError("scheduler.params.total_num_steps is 0; give the optimizer steps of the whole run")
     return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, optimizer)
 
 

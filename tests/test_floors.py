@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"launcher"},
+    {"launcher", "hf"},
     {"engine"},
     {"pipe", "checkpoint", "ledger"},
     {"zero"},

@@ -38,6 +38,8 @@ class GatheredParameters:
             unit.holds += 1
         for unit in self._units:
             unit.gather()
+            if self._modifier_rank is not None:
+                unit.expect_write()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -45,7 +47,7 @@ class GatheredParameters:
             unit.holds -= 1
             if self._modifier_rank is not None and exc[0] is None:
                 unit.comm.broadcast(unit.full, state="parameters", unit=unit.name, source=self._modifier_rank)
-                unit.keep()
+                unit.keep(exactly=False)
             if not was_gathered:
                 unit.release()
 
@@ -112,6 +114,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         EngineError: no engine trains this parameter, or the shape differs.
     """
     slot = _trained_slot(param)
+    slot.unit.expect_write()
     _write(slot, value, slot.unit.master, slot.unit.master_interval)
     slot.unit.publish().wait()
 
@@ -158,6 +161,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set one optimizer state of `param` to `value` [param.shape]; every rank must call it."""
     slot = _trained_slot(param)
+    slot.unit.expect_write()
     for start, stop, piece in _state_pieces(slot, optim_state_key):
         base = slot.offset
         part = value.reshape(-1)[start - base : stop - base].to(piece.device, piece.dtype)
@@ -188,6 +192,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the master weight; every rank must call it, each with its own part."""
     slot = _trained_slot(param)
+    slot.unit.expect_write()
     _local(slot, slot.unit.master, slot.unit.master_interval).copy_(value.reshape(-1))  # type: ignore[arg-type]
     slot.unit.publish().wait()
 
@@ -204,6 +209,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set this rank's part of one optimizer state."""
     at = 0
+    _trained_slot(param).unit.expect_write()
     for _, _, piece in _state_pieces(_trained_slot(param), optim_state_key):
         piece.copy_(value.reshape(-1)[at : at + piece.numel()].view(piece.shape))
         at += piece.numel()

@@ -72,6 +72,7 @@ class Gathering:
         self._calls = 0  # calls of sites that autograd recorded
         self._passes = 0
         self._first_call: dict[int, int] = {}  # site -> its first recorded call since the last backward
+        self._passed: set[int] = set()  # sites that this backward has passed
         self._forward, self._backward = Trace(), Trace()
         self._depth = 0
         self._purpose = "parameters"
@@ -88,6 +89,7 @@ class Gathering:
             for index, (site, _) in enumerate(sites):
                 if self._units[index] or index == 0:
                     self._attach(index, site.modules)
+            self._attach_doors(sites[0][0].modules[0])
         for unit in self._units[0] if self._units else []:
             unit.pinned = True
 
@@ -117,6 +119,35 @@ class Gathering:
             before, after = self._before(index, id(module)), self._after(index, id(module), module is modules[-1])
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _attach_doors(self, root: nn.Module) -> None:
+        """Let modules that own parameters of the root stand in for it where the root itself is not called.
+
+        The encoder of a model that generates is called by itself; its embedding and last norm are the root's.
+        """
+        roots = {id(slot.param) for unit in self._units[0] for slot in unit.slots}
+        for module in root.modules():
+            if module is not root and any(id(param) in roots for param in module._parameters.values()):
+                before, after = self._door(self._before(0, id(module)), self._after(0, id(module), True))
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _door(self, before: Callable[..., None], after: Callable[..., None]) -> tuple[Callable[..., None], Callable[..., None]]:
+        entered = False
+
+        def enter(*args: Any) -> None:
+            nonlocal entered
+            if self._depth == 0 and not in_backward():
+                entered = True
+                before(*args)
+
+        def leave(*args: Any) -> None:
+            nonlocal entered
+            if entered:
+                entered = False
+                after(*args)
+
+        return enter, leave
 
     # ---- forward
 
@@ -193,7 +224,7 @@ class Gathering:
         self._purpose = "parameters"
         if not self._backward.now:
             self._backward.restart(list(reversed(self._forward.now)))
-        if not self._is_past(index):
+        if index not in self._passed:  # a tensor that a module hands through gets its gradient when others have passed the module
             self._need(index, self._backward)
         if index == 0:
             for unit in self._all:  # an evaluation between forward and backward may have released them
@@ -205,9 +236,9 @@ class Gathering:
         """Let go of the sites that were first called after `calls`: this backward has passed them."""
         for site in [site for site, first in self._first_call.items() if first > calls]:
             del self._first_call[site]
+            self._passed.add(site)
             for unit in self._units[site]:
                 self._unit_passed(unit)
-            self._done_units.update(id(unit) for unit in self._units[site])
             self._release(self._units[site])
 
     def unit_done(self, unit: Unit) -> None:
@@ -216,7 +247,7 @@ class Gathering:
         if index is None:
             return
         self._done_units.add(id(unit))
-        if index not in self._first_call:
+        if index not in self._first_call and index not in self._passed:
             self._release([unit])
             self._release_frozen(index)
 
@@ -249,6 +280,7 @@ class Gathering:
         makes_graph, self._makes_graph = self._makes_graph, False
         self._passes += 1
         self._first_call.clear()
+        self._passed.clear()
         self._done_units.clear()
         if makes_graph or self._depth:  # autograd.grad inside a forward: the forward still runs
             return
@@ -276,18 +308,9 @@ class Gathering:
             self._request(site)
 
     def _request(self, site: int) -> None:
-        if not self._is_past(site):
+        if site not in self._passed:
             for unit in self._units[site]:
                 unit.request(self._purpose)
-
-    def _is_past(self, site: int) -> bool:
-        """Return whether this backward has all gradients of a site already.
-
-        A tensor that a module hands through from its input gets its gradient late, and its hook is no reason to gather again:
-        a rank that left a parameter of the site unused still holds it, so the others would wait for it in vain.
-        """
-        trainable = [unit for unit in self._units[site] if unit.trainable]
-        return bool(trainable) and all(id(unit) in self._done_units for unit in trainable)
 
     def _release(self, units: Sequence[Unit]) -> None:
         for unit in units:

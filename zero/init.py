@@ -22,9 +22,9 @@ class Init:
     """A context in which each module's parameters are sharded as soon as the module is attached to its parent.
 
     Built on torch's registration hooks, which are taken off at the end. An initialiser that touches a sharded parameter
-    later (`self.apply(init)`, `nn.init.normal_(self.head.weight)`) gets it whole; what rank 0 wrote is kept.
-    Until an engine takes the model over, `state_dict()` lists the sharded parameters as meta tensors: names, shapes and
-    dtypes without values, so that loaders may look and nothing is gathered.
+    later (`self.apply(init)`, `nn.init.normal_(self.head.weight)`) gets it whole; what rank 0 wrote is kept. So does code
+    that touches it after the context and before an engine takes the model over, if all ranks run it; `state_dict()` then
+    lists sharded parameters as meta tensors, so that loaders may look and nothing is gathered.
 
     Args:
         module: shard the parameters of an existing module instead.
@@ -61,8 +61,7 @@ class Init:
         self._group = data_parallel_group
         self._handles: list[Any] = []
         self._built: list[nn.Module] = []
-        self._open: list[Unit] = []
-        self._units: list[Unit] = []
+        self._keeper = _Keeper()
         if module is not None and enabled:
             self._start()
             self._shard(module)
@@ -85,20 +84,18 @@ class Init:
             for module in self._built:
                 self._shard(module, recurse=False)
             self._finish(self._built)
-        self._built, self._units = [], []
+        self._built = []
 
     def _start(self) -> None:
         init_distributed()
         self._comm = Collectives(self._group, local_device())
 
     def _finish(self, modules: Iterable[nn.Module]) -> None:
-        self._settle(0)
+        self._keeper.settle(0)
+        self._keeper.inside = False
         self._comm = None
-        for unit in self._units:
-            unit.access_handler = None
-        self._units = []
         for module in {id(module): module for module in modules}.values():
-            module.register_state_dict_pre_hook(_open_to_listing)
+            module.register_state_dict_pre_hook(_start_listing)
             module.register_state_dict_post_hook(_list_as_meta)
 
     def _on_parameter(self, module: nn.Module, name: str, param: Any) -> None:
@@ -119,50 +116,61 @@ class Init:
         dtype = self._dtype if self._dtype is not None and param.dtype.is_floating_point else param.dtype
         layout = Layout.even([(name, tuple(param.shape))], self._comm.world)
         unit = Unit(name, [(name, param)], layout, self._comm, dtype=dtype, sharded=True)
-        unit.access_handler = self._on_access
+        unit.access_handler = self._keeper.on_access
         unit.release()
-        self._units.append(unit)
 
-    def _on_access(self, unit: Unit, slot: Slot) -> None:
+
+class _Keeper:
+    """Answers for parameters that rest as shards without an engine: brings their values when they are touched, keeps rank 0's.
+
+    Inside the context initialisers touch them, afterwards libraries that finish the model (peft copies a head, transformers
+    pads a bias). All ranks must touch the same ones; outside the context a rank that does it alone is told so.
+    """
+
+    def __init__(self) -> None:
+        self.inside = True  # the context is still open, and every rank runs the same constructors
+        self.listing = False  # state_dict() passes by and wants no values
+        self._open: list[Unit] = []
+
+    def on_access(self, unit: Unit, slot: Slot) -> None:
+        """Gather the parameter; the oldest of several that are whole rests again."""
+        if self.listing:
+            return
+        if not self.inside:
+            unit.comm.meet(f"the use of parameter {slot.name!r}, sharded by zero.Init, before an engine has it")
         unit.gather()
         self._open.append(unit)
-        self._settle(_OPEN_AT_ONCE)
+        self.settle(_OPEN_AT_ONCE)
 
-    def _settle(self, allowed: int) -> None:
-        """Shard again what an initialiser opened, keeping rank 0's values."""
+    def settle(self, allowed: int) -> None:
+        """Shard again what was opened, keeping rank 0's values, until `allowed` are open."""
         while len(self._open) > allowed:
             unit = self._open.pop(0)
-            if unit.gathered:
+            if unit.gathered and all(slot_of(slot.param) is slot for slot in unit.slots):  # else an engine has it now
                 unit.comm.broadcast(unit.full, state="parameters", unit=unit.name)
                 unit.keep()
                 unit.release()
 
 
-def _open_to_listing(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    for unit in _resting_units(module).values():
-        unit.access_handler = _let_pass
+def _start_listing(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for _, keeper in _resting(module):
+        keeper.listing = not keep_vars
 
 
 def _list_as_meta(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, unit in _resting_units(module).items():
-        unit.access_handler = None
+    for name, keeper in _resting(module):
+        if keeper.listing:
+            keeper.listing = False
         param = module._parameters[name]
         if state_dict[prefix + name] is not param:  # keep_vars asks for the parameters themselves
             state_dict[prefix + name] = torch.empty(param.shape, dtype=param.dtype, device="meta")  # type: ignore[union-attr]
 
 
-def _resting_units(module: nn.Module) -> dict[str, Unit]:
-    """Return name -> unit of the module's own parameters that are sharded and that no engine has taken over."""
+def _resting(module: nn.Module) -> list[tuple[str, _Keeper]]:
+    """Return name and keeper of the module's own parameters that are sharded now and that no engine has taken over."""
     slots = {name: slot_of(param) for name, param in module._parameters.items() if param is not None}
-    return {
-        name: slot.unit
-        for name, slot in slots.items()
-        if slot is not None and not slot.unit.gathered and slot.unit.access_handler in (None, _let_pass)
-    }
-
-
-def _let_pass(unit: Unit, slot: Slot) -> None:
-    """Answer to state_dict(), which reads the values of a parameter: what it finds is exchanged for a meta tensor."""
+    keepers = {name: getattr(slot.unit.access_handler, "__self__", None) for name, slot in slots.items() if slot and not slot.unit.gathered}
+    return [(name, keeper) for name, keeper in keepers.items() if isinstance(keeper, _Keeper)]
 
 
 def _dtype_of(config: Any) -> torch.dtype | None:
