@@ -1,0 +1,83 @@
+"""Reads the sizes that Megatron-LM's command line names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..problems import LedgerError
+from .shape import Latent, Mixture, ModelShape
+
+Arguments = Mapping[str, Any]
+
+
+def shape_from_megatron(args: Arguments, name: str = "megatron") -> ModelShape:
+    """Return the shape that Megatron's arguments (underscored names) describe.
+
+    Raises:
+        LedgerError: a size is missing, or the pattern of mixture layers is not dense layers first, then every nth.
+    """
+    for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
+        if args.get(key) is None:
+            raise LedgerError(f"Megatron's arguments lack {key}")
+    hidden, heads, layers = int(args["hidden_size"]), int(args["num_attention_heads"]), int(args["num_layers"])
+    bias = bool(args.get("add_bias_linear", True))
+    grouped = bool(args.get("group_query_attention"))
+    return ModelShape(
+        name,
+        int(args["padded_vocab_size"]),
+        hidden,
+        layers,
+        heads,
+        int(args.get("ffn_hidden_size") or 4 * hidden),
+        kv_heads=int(args["num_query_groups"]) if grouped else heads,
+        head_dim=int(args.get("kv_channels") or hidden // heads),
+        gated=bool(args.get("swiglu")),
+        norm="rms" if args.get("normalization") == "RMSNorm" else "layernorm",
+        tied=not args.get("untie_embeddings_and_output_weights"),
+        qkv_bias=bias or bool(args.get("add_qkv_bias")),
+        output_bias=bias,
+        mlp_bias=bias,
+        qk_norm="head" if args.get("qk_layernorm") and not args.get("multi_latent_attention") else "none",
+        mixture=_mixture(args, layers),
+        latent=_latent(args) if args.get("multi_latent_attention") else None,
+        mtp=int(args.get("mtp_num_layers") or 0),
+        context=int(args.get("seq_length") or 2048),
+        source="Megatron-LM arguments",
+    )
+
+
+def _latent(args: Arguments) -> Latent:
+    rank = args.get("q_lora_rank")
+    return Latent(
+        int(args["kv_lora_rank"]), None if rank is None else int(rank), int(args["qk_head_dim"]), int(args["qk_pos_emb_head_dim"]),
+        int(args["v_head_dim"]),
+    )  # fmt: skip
+
+
+def _mixture(args: Arguments, layers: int) -> Mixture | None:
+    if not args.get("num_experts"):
+        return None
+    dense, every = _pattern(args.get("moe_layer_freq", 1), layers)
+    shared = int(args.get("moe_shared_expert_intermediate_size") or 0)
+    return Mixture(
+        int(args["num_experts"]), int(args.get("moe_router_topk") or 1), int(args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]),
+        shared=1 if shared else 0, shared_ffn=shared or None, dense_layers=dense, every=every,
+        gated_shared=bool(args.get("moe_shared_expert_gate")),
+    )  # fmt: skip
+
+
+def _pattern(frequency: int | list[int], layers: int) -> tuple[int, int]:
+    """Return (dense layers first, one mixture in so many after them). Megatron's integer n makes layers 0, n, 2n … mixtures."""
+    pattern = [int(index % frequency == 0) for index in range(layers)] if isinstance(frequency, int) else [int(each) for each in frequency]
+    if len(pattern) != layers:
+        raise LedgerError(f"moe_layer_freq has {len(pattern)} entries for {layers} layers")
+    if 1 not in pattern:
+        raise LedgerError("moe_layer_freq marks no layer as a mixture")
+    first, count = pattern.index(1), sum(pattern)
+    for every in range(1, layers + 1):
+        for dense in range(max(0, first - every + 1), first + 1):
+            made = [int(i >= dense and (i - dense) % every == every - 1) for i in range(layers)]
+            if made == pattern or (sum(made) == count and isinstance(frequency, int)):
+                return dense, every
+    raise LedgerError(f"moe_layer_freq {frequency} is not dense layers first and then every nth a mixture")
