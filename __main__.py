@@ -10,7 +10,11 @@ from .version import __version__
 # subcommand -> (module with `main(argv) -> int`, one line of help)
 COMMANDS = {
     "config": (".config_schemas.cli", "check, show or describe a config file"),
+    "ckpt": (".checkpoint.cli", "list, show, compare and export checkpoints"),
     "env": (".parallel.cli", "versions, devices and backends, for bug reports"),
+    "ledger": (".ledger.cli", "what a job will cost: memory, FLOPs, traffic, time, money"),
+    "plan": (".ledger.plan.cli", "the best layouts of a job on a cluster, with reasons"),
+    "job": (".launcher.job_cli", "manifests that start a job on a cluster"),
 }
 
 USAGE = "usage: stateroom COMMAND [options]\n\ncommands:\n{rows}\n\nexample: stateroom config check ds.json --ranks 2\n"

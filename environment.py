@@ -6,6 +6,27 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+# Variables that steer the libraries of a job: every host gets them, and a bug report shows them.
+STEERING = (
+    "NCCL_",
+    "RCCL_",
+    "UCX_",
+    "GLOO_",
+    "PYTHON",
+    "TORCH",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "MLFLOW",
+    "MV2_",
+    "STATEROOM_",
+    "DEEPSPEED_",
+    "DS_",
+)
+_OF_THIS_HOST = ("CUDA_", "HIP_", "ROCR_", "ZE_", "SLURM_", "OMPI_", "PMI_", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
+_OF_THIS_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOSTNAME")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSW", "CREDENTIAL")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -19,6 +40,7 @@ class Launch:
     master_port: int | None
     restart_count: int
     source: str
+    uses_agent_store: bool = False  # torchrun's agent keeps the store, for one attempt after the other
 
 
 # (source, rank, world size, local rank, local world size): the first row whose first two names are set is believed.
@@ -54,6 +76,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch | None:
             master_port=_integer(env, "MASTER_PORT", 0) or None,
             restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
             source=source,
+            uses_agent_store=source == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
     return None
 
@@ -82,9 +105,21 @@ def set_for_children(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def unset_for_children(name: str) -> None:
+    """Take a variable out of what processes started from here inherit."""
+    os.environ.pop(name, None)
+
+
 def inherited(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return a copy of the environment for child processes."""
     return dict(os.environ if env is None else env)
+
+
+def reportable(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that matter for how a job runs, sorted; of those that look like secrets only that they are set."""
+    env = os.environ if env is None else env
+    names = sorted(n for n in env if n.startswith((*STEERING, *_OF_THIS_HOST)) or n in _OF_THIS_RANK)
+    return {name: "(set, not shown)" if any(word in name.upper() for word in _SECRET) else env[name] for name in names}
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

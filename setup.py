@@ -56,6 +56,7 @@ setup(
         "console_scripts": [
             "stateroom = stateroom.__main__:main",
             "launcher = stateroom.launcher.cli:main",
+            "ckpt-to-universal = stateroom.checkpoint.ds_to_universal:main",
         ]
     },
 )

@@ -102,7 +102,7 @@ class Config(Section):
     tensor_parallel: TensorParallel = section("Matrices shared by ranks.", effect=later("matrices stay whole in compute"))
     expert_parallel: ExpertParallel = section("Experts shared by ranks.", effect=later("experts stay together"))
     compile: Compile = section("torch.compile over the units.", effect=HONOURED)
-    checkpoint: Checkpoint = section("Saving and loading.", effect=later("it comes with checkpoint work"))
+    checkpoint: Checkpoint = section("Saving and loading.", effect=HONOURED)
     flops_profiler: FlopsProfiler = section("FLOPs of a step.", effect=later("profiling comes with the ledger"))
     comms_logger: CommsLogger = section("Log of collectives.", effect=later("the log of collectives comes with the ledger"))
     tensorboard: Tensorboard = section("Events for TensorBoard.", effect=_MONITOR)

@@ -23,6 +23,7 @@ def check_rules(draft: Draft, have_facts: bool) -> None:
     _offload(draft)
     _axes_agree(draft)
     _total_steps(draft, have_facts)
+    _checkpoint(draft)
     if draft.get("data_parallel_size") not in (MISSING, None) and draft.get("sequence_parallel_size") is MISSING:
         draft.refuse(("data_parallel_size",), "only has a meaning beside sequence_parallel_size; remove it or use mesh")
     if draft.get("gradient_predivide_factor") not in (MISSING, 1, 1.0) and draft.get("prescale_gradients") is not True:
@@ -93,6 +94,16 @@ def _axes_agree(draft: Draft) -> None:
         if len(set(given.values())) > 1:
             said = " and ".join(f"{dotted(path)} {size}" for path, size in given.items())
             draft.refuse(list(given)[-1], f"{said} disagree about the {axis} axis; give it once, as mesh.{axis}")
+
+
+def _checkpoint(draft: Draft) -> None:
+    """What the engine saves by itself needs a place, and an interval from failures their rate."""
+    asked = [name for name in ("save_every_steps", "save_every_minutes") if draft.get("checkpoint", name) not in (MISSING, None)]
+    asked += [name for name in ("auto_interval", "save_on_sigterm") if draft.get("checkpoint", name) is True]
+    if asked and draft.get("checkpoint", "dir") in (MISSING, None) and draft.get("run_dir") in (MISSING, None):
+        draft.refuse(("checkpoint", asked[0]), "needs a place to save to: set checkpoint.dir or run_dir")
+    if draft.get("checkpoint", "auto_interval") is True and draft.get("checkpoint", "mtbf_hours") in (MISSING, None):
+        draft.refuse(("checkpoint", "auto_interval"), "needs checkpoint.mtbf_hours, the mean hours between failures of the job")
 
 
 def _total_steps(draft: Draft, have_facts: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +17,13 @@ class EpochSampler(Sampler[int]):
 
     def __init__(self, length: int, rank: int, world: int, seed: int, *, drop_last: bool, shuffle: bool = True) -> None:
         self.length, self.rank, self.world, self.seed = length, rank, world, seed
-        self.shuffle = shuffle
+        self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
-        self.start = 0  # samples of this rank's share to leave out, once
-        self.share = length // world if drop_last else -(-length // world)
+        self.start = 0  # samples of the epoch that all ranks together have had, once
+        self.share = self._share_of(length)
+
+    def _share_of(self, num_samples: int) -> int:
+        return num_samples // self.world if self.drop_last else -(-num_samples // self.world)
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(self.length))
@@ -27,11 +31,11 @@ class EpochSampler(Sampler[int]):
             generator = torch.Generator()
             generator.manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.length, generator=generator).tolist()
-        total = self.share * self.world
+        start, self.start = min(self.start, self.length), 0
+        total = start + self._share_of(self.length - start) * self.world
         while len(order) < total:  # at most world - 1 samples are repeated
             order += order[: total - len(order)]
-        start, self.start = self.start, 0
-        yield from order[self.rank : total : self.world][start:]
+        yield from order[start + self.rank : total : self.world]
 
     def __len__(self) -> int:
         return self.share
@@ -42,10 +46,12 @@ class RankIterable(IterableDataset):
 
     def __init__(self, source: Any, rank: int, world: int, drop_last: bool) -> None:
         self.source, self.rank, self.world, self.drop_last = source, rank, world, drop_last
+        self.start = 0  # items that all ranks together have had, once
 
     def __iter__(self) -> Iterator[Any]:
         round_: list[Any] = []
-        for item in self.source:
+        start, self.start = self.start, 0
+        for item in itertools.islice(self.source, start, None):
             round_.append(item)
             if len(round_) == self.world:
                 yield round_[self.rank]
@@ -57,7 +63,9 @@ class RankIterable(IterableDataset):
 class EngineLoader:
     """Batches of this rank for one epoch per iteration; the order changes with each epoch and repeats with the seed.
 
-    `state_dict()` says where training stands, `load_state_dict()` makes the next iteration go on there.
+    `state_dict()` says where training stands, `load_state_dict()` makes the next iteration go on there. `position()` and
+    `go_to()` do the same in samples of all ranks together, so that another number of ranks or another batch size goes on
+    at the same sample.
     """
 
     def __init__(
@@ -79,15 +87,24 @@ class EngineLoader:
         self.drop_last = drop_last
         self.epoch = 0
         self.batches = 0  # delivered in this epoch
-        self._skip = 0
+        self._world = world
+        self._begun_at = 0  # samples of the epoch, over all ranks, that were had when its iteration began
+        self._begun_batches = 0  # what `batches` was then
+        self._skip = False
         options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "num_workers": num_workers, "drop_last": drop_last}
         options["pin_memory"] = pin_memory
+        # of its own: a loader that is started again in mid-epoch must not draw from the generator that dropout uses
+        self._seed, self._generator = seed, torch.Generator()
+        options["generator"] = self._generator
+        self._deals: EpochSampler | RankIterable | None = None  # what can start in the middle
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             self.sampler: Any = None
-            self.loader = DataLoader(RankIterable(dataset, rank, world, drop_last), **options)
+            self._deals = RankIterable(dataset, rank, world, drop_last)
+            self.loader = DataLoader(self._deals, **options)
         else:
             _require_map_style(dataset)
             self.sampler = sampler or EpochSampler(len(dataset), rank, world, seed, drop_last=drop_last, shuffle=shuffle)
+            self._deals = self.sampler if isinstance(self.sampler, EpochSampler) else None
             self.loader = DataLoader(dataset, sampler=self.sampler, **options)
 
     @property
@@ -100,25 +117,31 @@ class EngineLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        self.batches = skip
+        resumes, self._skip = self._skip, False
+        if not resumes:
+            self.batches = self._begun_batches = self._begun_at = 0
         if self.sampler is not None and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
-        if isinstance(self.sampler, EpochSampler):
-            self.sampler.epoch = self.epoch
-            self.sampler.start = skip * self.batch_size
-            skip = 0
+        self._generator.manual_seed(self._seed * 1_000_003 + self.epoch)  # of the workers
+        leave_out = 0
+        if self._deals is not None:
+            self._deals.start = self._begun_at
+            if isinstance(self._deals, EpochSampler):
+                self._deals.epoch = self.epoch
+        else:
+            leave_out = self._begun_batches
         for index, batch in enumerate(self.loader):
-            if index < skip:
+            if index < leave_out:
                 continue
             self.batches += 1
             yield batch
         self.epoch += 1
-        self.batches = 0
+        self.batches = self._begun_batches = self._begun_at = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`."""
-        self.epoch, self._skip = epoch, 0
+        self.epoch, self._skip = epoch, False
+        self.batches = self._begun_batches = self._begun_at = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the batches delivered in it."""
@@ -126,8 +149,22 @@ class EngineLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on behind the given batch of the given epoch."""
-        self.epoch = state["epoch"]
-        self.batches = self._skip = state["batches"]
+        self._go(state["epoch"], state["batches"], state["batches"] * self.batch_size * self._world)
+
+    def position(self) -> dict[str, int]:
+        """Return the epoch and the samples that all ranks together have had of it."""
+        since = (self.batches - self._begun_batches) * self.batch_size * self._world
+        return {"epoch": self.epoch, "samples": self._begun_at + since}
+
+    def go_to(self, position: dict[str, int]) -> None:
+        """Go on behind the given sample of the given epoch; a sampler of the script's own is moved on by whole batches."""
+        per_batch = self.batch_size * self._world
+        self._go(position["epoch"], -(-position["samples"] // per_batch), position["samples"])
+
+    def _go(self, epoch: int, batches: int, samples: int) -> None:
+        self.epoch, self.batches = epoch, batches
+        self._begun_batches, self._begun_at = batches, samples
+        self._skip = True
 
 
 class RepeatingLoader:

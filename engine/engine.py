@@ -28,6 +28,7 @@ from .progress import Progress, Timers
 from .ranks import RankGetters
 from .regions import Regions
 from .reporting import ledger_of, step_traffic
+from .saving import Saving
 from .surface import EngineSurface
 
 _PLAIN_FP16 = (
@@ -76,6 +77,8 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.sharded = model
         self.progress = progress
         self.regions = regions
+        self.saving = Saving(self.comm, config, progress)
+        self.client_state: dict[str, Any] = {}  # what saves that nobody asks for keep of the script's own
         self._repeating: RepeatingLoader | None = None
         self._timers = Timers(config.wall_clock_breakdown, self.device)
         self._context = forward_context(config, self.device)
@@ -246,7 +249,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         count = max(self._window_count, 1)
         nothing = torch.zeros((), device=self.device)
         bad = nothing if self._bad_loss is None else self._bad_loss
-        optimizer.report = [bad, nothing if self._window_loss is None else self._window_loss / count]
+        optimizer.report = [bad, nothing if self._window_loss is None else self._window_loss / count, *self.saving.report()]
         had_loss = self._window_loss is not None
         self._bad_loss = self._window_loss = None
         self._window_count = 0
@@ -261,6 +264,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._record(loss)
         if self.global_steps == 1:
             self._keep_ledger()
+        self.saving.after_update(self, [wish for report in optimizer.reports for wish in report[2:]])
 
     def _keep_ledger(self) -> None:
         """Write the account into the run directory: after the first step, and as it stands at the end."""
@@ -375,6 +379,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         """
         if self._destroyed:
             return
+        self.saving.close()
         self._keep_ledger()
         self.regions.remove()
         self.sharded.remove()

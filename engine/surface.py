@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,10 @@ from ..errors import ConfigError, EngineError
 from ..ledger import Ledger
 from ..parallel import Collectives, axis_sizes, build_mesh
 from ..zero.access import state_on_first_rank
-from . import saving
+from . import resuming, saving
 from .data import EngineLoader
 from .reporting import ledger_of
+from .resuming import LoadOptions
 
 if TYPE_CHECKING:
     from ..zero.model import ShardedModel
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .loss_scale import LossScale
     from .progress import Progress
     from .regions import Regions
+    from .saving import Saving
 
 
 class EngineSurface:
@@ -40,6 +42,7 @@ class EngineSurface:
     scaler: LossScale
     progress: Progress
     regions: Regions
+    saving: Saving
     _mesh: DeviceMesh | None
     _repeating: Any
     _step_applied: bool
@@ -126,10 +129,25 @@ class EngineSurface:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the engine's whole state under save_dir/tag; every rank must call it."""
-        if exclude_frozen_parameters:
-            self.progress.warn("save_checkpoint: exclude_frozen_parameters has no effect yet; frozen parameters are saved too")
-        return saving.save(self, Path(save_dir), tag, client_state or {}, save_latest)  # type: ignore[arg-type]
+        """Write the engine's whole state under save_dir/tag (default global_step<N>); every rank must call it.
+
+        With `checkpoint.async` it returns at once: training goes on while the states are copied and written. `client_state`
+        is kept for each rank. It may hold numbers, strings, tensors, numpy arrays, and lists, tuples and dicts of them.
+
+        Raises:
+            RankError: not every rank called it.
+            CheckpointError: it cannot be written; on every rank. What fails later, beside training, is said at the next step.
+        """
+        self._check_alive()  # type: ignore[attr-defined]
+        self.saving.save(
+            self,  # type: ignore[arg-type]
+            Path(save_dir),
+            tag,
+            client_state or {},
+            save_latest=save_latest,
+            trainable_only=exclude_frozen_parameters,
+        )
+        return True
 
     def load_checkpoint(
         self,
@@ -140,14 +158,32 @@ class EngineSurface:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Any = None,
+        rename: Callable[[str], str | None] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Restore what save_checkpoint wrote; returns (path, client_state), or (None, {}) when there is nothing."""
+        """Restore a checkpoint of Stateroom or DeepSpeed, a universal one, or plain weights, under this engine's layout.
+
+        The number of ranks, the stage and the precision may differ from those of the save. Every rank must call it.
+
+        Args:
+            load_dir: the directory with `latest` and the tags, or one checkpoint; also a safetensors folder or a file of
+                torch.save with plain weights (then with load_module_only).
+            tag: the checkpoint to load; else the one that `latest` names, or the newest that is whole.
+            load_module_strict: a parameter or buffer that only one side has is an error; else it is said and left alone.
+            load_optimizer_states: states and options of the optimizer, and the loss scale.
+            load_module_only: weights and buffers, nothing else.
+            custom_load_fn: called as fn(src=whole state dict, dst=module) to bring the weights itself.
+            rename: name in the model -> name in the checkpoint, or None to leave that parameter or buffer alone.
+
+        Returns:
+            (path, client state of this rank, or of rank 0 where this rank did not exist), or (None, {}) when there is nothing.
+
+        Raises:
+            CheckpointError: it is damaged, incomplete, or does not fit; on every rank.
+        """
         self._check_alive()  # type: ignore[attr-defined]
-        if custom_load_fn is not None:
-            raise EngineError("load_checkpoint: custom_load_fn is not supported; load weights with engine.load_module_state_dict()")
-        options = saving.LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         self._repeating = None  # train_batch() goes on where the loaded state says
-        return saving.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
+        options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, rename, custom_load_fn)
+        return resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -1,96 +1,57 @@
-"""The `launcher` command line: what to start, and how many times; torch is imported only once that is settled."""
+"""The `launcher` command: what is asked for, what would run, and then the run; no torch is imported here."""
 
 from __future__ import annotations
 
-import argparse
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-EXAMPLES = """\
-examples:
-  launcher --num_gpus 2 train.py --config ds.json    two ranks on this host
-  launcher train.py                                  one rank for each accelerator, or a single one without any
-  launcher --num_gpus 4 -m mypackage.train --lr 1e-3 a module instead of a file
-
-Without an accelerator --num_gpus counts processes. What follows the script reaches it unchanged. The exit status is
-that of the rank that failed first (128 + n after signal n), 0 when every rank ended well, 2 for a wrong command line.
-"""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One job as asked for on the command line; num_ranks None means one rank for each accelerator."""
-
-    script: str
-    script_args: tuple[str, ...]
-    is_module: bool
-    num_ranks: int | None
-    master_port: int | None
+from ..environment import inherited
+from .job import rank_command
+from .options import parse, refuse
+from .plan import Plan, make_plan
+from .problem import LaunchError
+from .runners import Command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the job that the command line describes and return its exit status."""
     request = parse(sys.argv[1:] if argv is None else list(argv))
-    from .local import run  # only now: --help and usage errors need no torch
+    env = inherited()
+    try:
+        plan = make_plan(request, env)
+        commands = plan.runner.commands(plan.hosts, plan.orders)
+    except LaunchError as problem:
+        return refuse(str(problem))
+    if request.dry_run:
+        print(describe(plan, commands))
+        return 0
+    if plan.runner.program and shutil.which(plan.runner.program) is None:
+        return refuse(f"--launcher {plan.runner.name} needs the program {plan.runner.program}, which is not on the PATH")
+    from .driver import drive
 
-    return run(request)
-
-
-def parse(argv: list[str]) -> Request:
-    """Return the request, or leave with status 2 and one line of what is wrong.
-
-    The line is cut at the script by hand: argparse would take `--` and abbreviations out of the script's own arguments.
-    """
-    parser = build_parser()
-    cut = _script_index(argv)
-    options = parser.parse_args(argv[:cut])
-    rest = argv[cut + 1 :] if argv[cut : cut + 1] == ["--"] else argv[cut:]
-    if not rest:
-        parser.error("no script given; example: launcher --num_gpus 2 train.py")
-    if not options.module and not Path(rest[0]).is_file():
-        parser.error(f"there is no file {rest[0]!r} here; use -m to start a module by name")
-    return Request(rest[0], tuple(rest[1:]), options.module, options.num_ranks, options.master_port)
+    return drive(plan, commands, env, request.save_pid)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the launcher's own options, those before the script."""
-    parser = argparse.ArgumentParser(
-        prog="launcher",
-        usage="launcher [options] [-m] SCRIPT [script arguments]",
-        description="Start a training script as several ranks that find each other.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    what = parser.add_argument_group("what to start")
-    what.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name, as in python -m")
-    many = parser.add_argument_group("how many")
-    for names in (["--num_gpus", "--num-gpus"], ["--nproc_per_node", "--nproc-per-node"]):
-        text = "ranks on this host (default: one for each accelerator)" if names[0] == "--num_gpus" else "the same, under torchrun's name"
-        many.add_argument(*names, dest="num_ranks", type=_at_least_one, default=None, metavar="N", help=text)
-    meet = parser.add_argument_group("how they meet")
-    meet.add_argument("--master_port", "--master-port", type=_port, metavar="P", help="port for the rendezvous (default: a free one)")
-    return parser
-
-
-def _script_index(argv: list[str]) -> int:
-    """Return where the script (or a `--` before it) stands: the first word that is neither an option nor an option's value."""
-    index = 0
-    while index < len(argv) and argv[index].startswith("-") and argv[index] != "--":
-        takes_value = argv[index].startswith("--") and argv[index] not in ("--module", "--help") and "=" not in argv[index]
-        index += 2 if takes_value else 1
-    return min(index, len(argv))
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 or more")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
-    return int(text)
+def describe(plan: Plan, commands: Sequence[Command]) -> str:
+    """Return what would run on each host, as text; variables that go along are named without their values."""
+    job = plan.orders[0].job
+    lines = [f"# {note}" for note in plan.notes]
+    for command in commands:
+        names = ",".join(plan.hosts[place].name for place in command.places)
+        lines.append(f"{names}: {shlex.join(command.argv)}")
+    begin = plan.orders[0].node
+    for host, order in zip(plan.hosts, plan.orders, strict=True):
+        slots = f", slots {','.join(map(str, order.slots))}" if order.slots is not None else ""
+        count = f"{order.num_ranks} ranks" if order.num_ranks != 1 else "1 rank"
+        lines.append(f"# {host.name}: {count if order.num_ranks else 'a rank for each accelerator'}{slots}")
+    port = plan.orders[0].port or "a free port"
+    lines += [
+        f"# each rank: {shlex.join(rank_command(job))}",
+        f"# in: {job.cwd}",
+        f"# variables: {', '.join(sorted(job.env)) or 'none'}",
+        f"# hosts: {plan.min_nodes} to {plan.max_nodes}, the first is node {begin}; restarts: {job.max_restarts}; "
+        f"rendezvous: {plan.orders[0].kind} at {plan.orders[0].address or plan.master_addr or 'the first host'}, {port}",
+    ]
+    return "\n".join(lines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import socket
+import time
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -83,16 +85,53 @@ def _start(backend: str, launch: Launch | None, init_method: str | None, port: i
 
 
 def _start_under_agent(backend: str, launch: Launch, port: int, timeout: timedelta) -> None:
-    """Join through torchrun; after a restart, under a key prefix of its own.
+    """Join through torchrun, in an agent's store under a key prefix that no earlier attempt had.
 
-    The agent's store outlives a restart, and gloo would read the dead ranks' addresses from it (seen on torch 2.13).
+    The agents' store outlives a restart, and gloo would read the dead ranks' addresses from it (seen on torch 2.13). The
+    count of restarts is no such prefix: an agent whose ranks did not fail does not count (seen on the same).
     """
-    if launch.restart_count == 0:
+    if not launch.uses_agent_store:
         dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
         return
     base = dist.TCPStore(launch.master_addr, launch.master_port or port, is_master=False, timeout=timeout)
-    store = dist.PrefixStore(f"attempt_{launch.restart_count}", base)
+    name = agree_on_attempt(base, launch.rank, launch.world_size, timeout)
+    store = dist.PrefixStore(f"attempt_{name}", base)
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a name for this start of the ranks that all of them share, in a store where earlier starts left their keys.
+
+    Each rank asks under a word that only it knows, rank 0 answers whatever it finds asked, and does so until every rank
+    has thanked for this name: what dead ranks asked stays unthanked, and their questions are written over.
+
+    Raises:
+        RankError: not every rank came within `timeout`.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    word = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"stateroom/question/{rank}", word)
+        while not store.check([f"stateroom/answer/{word}"]):
+            _wait(deadline, f"rank 0 did not answer rank {rank}")
+        name = store.get(f"stateroom/answer/{word}").decode()
+        store.add(f"stateroom/thanks/{name}", 1)
+        return name
+    answered: set[bytes] = set()
+    while (thanked := store.add(f"stateroom/thanks/{word}", 0)) < world_size - 1:
+        for other in range(1, world_size):
+            question = store.get(f"stateroom/question/{other}") if store.check([f"stateroom/question/{other}"]) else b""
+            if question and question not in answered:
+                answered.add(question)
+                store.set(f"stateroom/answer/{question.decode()}", word)
+        _wait(deadline, f"only {thanked + 1} of {world_size} ranks came")
+    return word
+
+
+def _wait(deadline: float, problem: str) -> None:
+    if time.monotonic() > deadline:
+        raise RankError(f"{problem} in time; a rank has ended before it came so far, or cannot reach the first host")
+    time.sleep(0.005)
 
 
 def default_store() -> dist.Store:

@@ -35,7 +35,7 @@ _NAMES = {
     ".logging": ("log_dist", "logger"),
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = ("groups", "logging")
+_MODULES = ("groups", "logging", "zero_to_fp32")
 
 __all__ = sorted([*_LAZY, *_MODULES])
 

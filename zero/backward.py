@@ -196,9 +196,10 @@ class BackwardPass:
     def passed(self, unit: Unit) -> None:
         """Take note that the backward needs a unit no more: what has no gradient gets none, and its reduction need not wait.
 
-        Other ranks may have had all its gradients long ago, and wait for this one.
+        Other ranks may have had all its gradients long ago, and wait for this one. A backward that only differentiates with
+        respect to inputs or other tensors (autograd.grad) collects nothing, so it reduces nothing.
         """
-        if self._active and unit.gradients is not None and unit.index not in self._complete:
+        if self._active and (self._collected or self.announced) and unit.gradients is not None and unit.index not in self._complete:
             self._unit_complete(unit)
 
     def _unit_complete(self, unit: Unit) -> None:

@@ -127,7 +127,8 @@ class Gathering:
         """
         roots = {id(slot.param) for unit in self._units[0] for slot in unit.slots}
         for module in root.modules():
-            if module is not root and any(id(param) in roots for param in module._parameters.values()):
+            takes_hooks = module is not root and not isinstance(module, torch.jit.ScriptModule)
+            if takes_hooks and any(id(param) in roots for param in module._parameters.values()):
                 before, after = self._door(self._before(0, id(module)), self._after(0, id(module), True))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -217,6 +218,8 @@ class Gathering:
         self._begin_pass()
         if passes == self._passes:
             self._pass_by(calls)
+        else:  # a graph that was kept over an earlier backward; what is passed in a newer graph may be needed in this one
+            self._passed.discard(index)
         if torch.is_grad_enabled():
             # create_graph: the graph of this backward will need the weights again, with no hook in front of it
             self._makes_graph = True

@@ -75,10 +75,14 @@ class Gradients:
         """Start summing over ranks; the result is in `owned` after wait()."""
         if not self.sharded and self.reduced and not self.dirty:
             self._set_aside()
-        full = self._buffer()
+        full, views = self._buffer(), self._views
         for slot, filled in zip(self.unit.slots, self.filled, strict=True):
             if not filled and slot.numel:
                 full[slot.offset : slot.offset + slot.numel].zero_()
+        # What is on its way must not be touched: a gradient that still lands (a reentrant checkpoint gives one for each
+        # segment) finds a buffer of its own.
+        self.full = self._views = None
+        self.filled = bytearray(len(self.filled))
         comm, bounds = self.unit.comm, self.unit.layout.bounds
         if self._everyone:
             pending = comm.all_reduce(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
@@ -87,11 +91,11 @@ class Gradients:
 
         def finish() -> None:
             pending.wait()
-            self._take_over(full)
+            self._take_over(full, views)
 
         return Pending(finish)
 
-    def _take_over(self, full: torch.Tensor) -> None:
+    def _take_over(self, full: torch.Tensor, views: list[torch.Tensor] | None) -> None:
         low, high = self.interval
         part = full[low:high]
         if self.sharded:
@@ -99,13 +103,15 @@ class Gradients:
                 self._owned_buffer.add_(part)
             else:
                 self._owned_buffer.copy_(part)
-            self.owned, self.full, self._views = self._owned_buffer, None, None
-        elif self.owned is None:
-            self.owned = part
+            self.owned = self._owned_buffer
         else:
-            self.owned.add_(part)
+            if self.owned is None:
+                self.owned = part
+            else:
+                self.owned.add_(part)
+            if self.full is None:
+                self.full, self._views = full, views
         self.reduced = True
-        self.filled = bytearray(len(self.filled))
 
     def expose(self) -> None:
         """Show reduced gradients as `param.grad` where this rank holds them whole, in the parameter's dtype."""

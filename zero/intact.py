@@ -28,6 +28,7 @@ def follow_writes(units: Sequence[Unit]) -> None:
             param, view = slot.param, slot.view
             if param.data_ptr() != view.data_ptr() and slot.numel:  # type: ignore[union-attr]
                 check_kind(unit, slot)
+                unit.expect_write()
                 with torch.no_grad():
                     view.copy_(param.detach())  # type: ignore[union-attr]
                 param.data = view  # type: ignore[assignment]

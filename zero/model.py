@@ -85,7 +85,7 @@ class ShardedModel:
         self.replaced: dict[int, nn.Parameter] = {}
         self.units: list[Unit] = []
         self.group_of = group_of
-        _refuse_unplaceable(module)
+        _refuse_unplaceable(module, comm.world)
         self._keep_dtype_of = options.keep_dtype_of
         kept = kept_dtypes(module, options.keep_dtype_of)
         sites = pick_sites(module, classes=options.classes, min_numel=options.min_numel, max_numel=options.max_numel, closed=options.closed)
@@ -237,9 +237,15 @@ def _castable(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _refuse_unplaceable(module: nn.Module) -> None:
+def _refuse_unplaceable(module: nn.Module, ranks: int) -> None:
     for name, param in module.named_parameters():
         if param.is_complex():
             raise LayoutError(f"parameter {name!r} is complex ({param.dtype}); store it as two real parameters")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise LayoutError(f"parameter {name!r} is not initialised yet (a lazy module): run one forward before initialize()")
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None and ranks > 1:
+            raise LayoutError(
+                f"module {name!r} has max_norm: its forward shortens the rows of this rank's tokens in place, and the ranks' copies "
+                "drift apart; leave max_norm out and shorten rows after step(), inside zero.GatheredParameters(weight, modifier_rank=0)"
+            )

@@ -62,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reports: list[list[float]] = []
         self.before_update: Callable[[list[list[float]]], None] | None = None  # sees `reports`; raises, on all ranks alike, to forbid it
         self.bad_parameter: str | None = None
+        self.before_write: Callable[[], None] | None = None  # called before weights or states change: waits for who still reads them
         self.defaults = inner.defaults
         self.param_groups = inner.param_groups
         self.runs: list[Run] = build_runs(self.units, group_of, inner, whole=whole)
@@ -110,6 +111,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm = norm / self.scale.scale
         if not self.overflow:
             self._scale_gradients(self.grad_norm)
+            if self.before_write is not None:
+                self.before_write()
             self._hand_over(touched)
             self.inner.step()
             self._take_back()
@@ -295,6 +298,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._point_inner_at_runs()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
+
+    def fresh_runs(self) -> list[Run]:
+        """Return runs as a new optimizer would have them, without touching those in use."""
+        return build_runs(self.units, self._group_of, None, whole=self._whole)
+
+    def restart(self, runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> None:
+        """Go on with other runs over the same elements, and with the state given for each; an empty one starts anew."""
+        self.runs = list(runs)
+        self.inner.state.clear()
+        for run, state in zip(runs, states, strict=True):
+            if state:
+                self.inner.state[run.tensor] = state
+        self._point_inner_at_runs()
+
+    def names_in_groups(self) -> list[list[str]]:
+        """Return the names of the parameters that each group updates, the same on every rank."""
+        names: list[list[str]] = [[] for _ in self.param_groups]
+        for unit in self.units:
+            for slot in unit.slots:
+                group = self._group_of.get(id(slot.param))
+                if group is not None:
+                    names[group].append(slot.name)
+        return names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model from now on: unfrozen ones, or ones that were put into it; every rank must call it.

@@ -66,6 +66,13 @@ def pick_sites(
     return [sites[0], *(site for site in sites[1:] if site.params)]
 
 
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether hooks on the module run: lists of modules and of parameters are not called, and TorchScript takes no hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
@@ -83,16 +90,25 @@ def _named_class_instances(module: nn.Module, prefix: str, classes: set[str]) ->
             yield from _named_class_instances(child, f"{path}.", classes)
 
 
-def _repeated(module: nn.Module, prefix: str, max_numel: int | None, closed: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield children of containers whose class occurs there at least twice; look inside everything else."""
+def _repeated(
+    module: nn.Module, prefix: str, max_numel: int | None, closed: set[str], is_row: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield children of containers whose class occurs there at least twice; look inside everything else.
+
+    Where the repeated children are lists themselves (`for attention, mlp in self.layers`), each entry of such a row is taken.
+    """
     kinds = Counter(type(child) for child in module.children() if _numel(child)) if isinstance(module, CONTAINERS) else Counter()
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        inside = list(_repeated(child, f"{path}.", max_numel, closed))
+        is_repeated = kinds[type(child)] >= 2 or (is_row and bool(_numel(child)))
+        inside = list(_repeated(child, f"{path}.", max_numel, closed, is_repeated and not _has_forward(child)))
         holds_blocks = isinstance(child, CONTAINERS) and any(list(module.children()) for _, module in inside)
-        is_candidate = kinds[type(child)] >= 2 and not holds_blocks
+        is_candidate = is_repeated and not holds_blocks and _has_forward(child)
         small_enough = max_numel is None or _numel(child) <= max_numel or not list(child.children())
-        if _is_closed(child, path, closed) or (is_candidate and small_enough):
+        if _is_closed(child, path, closed):
+            # A list that nobody calls can be a unit of the module around it only: its parameters are left to the root.
+            yield from [(path, child)] if _has_forward(child) else []
+        elif is_candidate and small_enough:
             yield path, child
         else:
             yield from inside

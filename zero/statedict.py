@@ -72,6 +72,7 @@ class StateDictHooks:
         def hook(module: nn.Module, *_: Any) -> None:
             for unit in units:
                 unit.gather()
+                unit.expect_write()
 
         return hook
 

@@ -49,6 +49,7 @@ class Unit:
         self.holds = 0  # contexts that need the values to stay
         self.access_handler: AccessHandler | None = None
         self.copy_handler: AccessHandler | None = None
+        self.before_write: Callable[[], None] | None = None  # called before values change from outside: waits for who still reads them
         self.optimizer: Any = None  # the ShardedOptimizer that updates this unit, for reading its states
         self.gradients: Gradients | None = None
         self.master: torch.Tensor | None = None  # set by the optimizer: the dtype and interval that it updates
@@ -135,17 +136,27 @@ class Unit:
         for slot in self.slots:
             slot.view = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
-    def keep(self) -> None:
-        """Take over what was written into the gathered parameters: shard and master follow."""
+    def keep(self, *, exactly: bool = True) -> None:
+        """Take over what was written into the gathered parameters: shard and master follow.
+
+        With `exactly` the master becomes what the parameters hold. Without it only elements that were changed follow, so that
+        a script that looks after its weights in 16 bits does not round away what the master has gained.
+        """
         if not self.gathered:
             raise EngineError(f"unit {self.name!r} has nothing to keep: its parameters are not gathered")
+        self.expect_write()
         with torch.no_grad():
             if self.sharded:
                 self.shard.copy_(self.full[self.lo : self.hi])
             if self.master is not None and not self.master_is_shard:
                 low, high = self.master_interval
-                self.master.copy_(self.full[low:high])
+                _follow(self.master, self.full[low:high], exactly)
         self.acknowledge()
+
+    def expect_write(self) -> None:
+        """Return when the values may change: a checkpoint that is being taken of them has been copied."""
+        if self.before_write is not None:
+            self.before_write()
 
     def acknowledge(self) -> None:
         """Take the parameters' values as known: what is written from now on is a change."""
@@ -155,12 +166,13 @@ class Unit:
 
     def master_follows(self, slot: Slot) -> None:
         """Let the master weights of one parameter follow what was written into it; without effect where they are one memory."""
+        self.expect_write()
         slot.version = slot.param._version
         if self.master is not None and not self.master_is_shard:
             low, high = self.master_interval
             start, stop = min(max(slot.offset, low), high), max(min(slot.offset + slot.numel, high), low)
             with torch.no_grad():
-                self.master[start - low : stop - low].copy_(self.full[start:stop])
+                _follow(self.master[start - low : stop - low], self.full[start:stop], exactly=False)
 
     @property
     def master_is_shard(self) -> bool:
@@ -195,14 +207,16 @@ class Unit:
                 target.copy_(self.master)
         self.acknowledge()
         if self.sharded:
-            self._refresh()
+            self.refresh()
             return DONE
         if (low, high) == (0, self.layout.padded):
             return DONE
         return self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
 
-    def _refresh(self) -> None:
-        """Drop gathered values that the shard has outgrown; gather anew where a context holds them."""
+    def refresh(self) -> None:
+        """Drop gathered values that the shard has outgrown; gather anew where a context holds them. Whole ones stay."""
+        if not self.sharded:
+            return
         if self._pending is not None:
             self.gather()
         if self.gathered and self.holds:
@@ -245,10 +259,18 @@ class Unit:
 
     def _drop(self) -> None:
         self.slots = []
-        self.optimizer = self.access_handler = self.copy_handler = None
+        self.optimizer = self.access_handler = self.copy_handler = self.before_write = None
         self.full = self.shard = torch.empty(0, dtype=self.dtype)
         self.master = None
         self.gradients = None
+
+
+def _follow(master: torch.Tensor, values: torch.Tensor, exactly: bool) -> None:
+    """Write 16-bit values into their fp32 master: all of them, or those that are not what the master rounds to."""
+    if exactly:
+        master.copy_(values)
+    else:
+        torch.where(master.to(values.dtype) == values, master, values.to(master.dtype), out=master)
 
 
 def _lost(unit: Unit, slot: Slot) -> None:

@@ -55,7 +55,7 @@ SECTIONS = {
     "hybrid_engine": "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size"
     " enable_cuda_graph",
     "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer async"
-    " keep_last keep_every save_every_steps save_every_minutes auto_interval save_on_sigterm dir",
+    " keep_last keep_every save_every_steps save_every_minutes auto_interval mtbf_hours save_on_sigterm dir",
     "checkpoint.parallel_write": "pipeline_stage",
     "checkpoint.writer": "type decoupled io_buffer_size io_buffer_double data_parallel io_multiplier show_statistics",
     "flops_profiler": "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor",

@@ -82,7 +82,9 @@ def test_weights_written_between_steps_stay(pools, stage, precision, way):
         if way == "through_data" and precision == "bf16":
             continue
         assert_close(found, wanted, atol=0.0, what=(way, "parameters"))
-        assert_close(masters, wanted, atol=0.0, what=(way, "masters"))
+        # elements that were not changed keep what the master has beyond 16 bits
+        rounded = {name: value.to(PRECISIONS[precision]).float() for name, value in masters.items()}
+        assert_close(rounded, wanted, atol=0.0, what=(way, "masters"))
         assert follows
 
 

@@ -316,26 +316,24 @@ def test_resume_is_bit_exact_with_dropout(pools, stage, precision, tmp_path):
             assert torch.equal(weight, resumed[rank][1][name]) and torch.equal(weight, saved_often[rank][1][name])
 
 
-def wrong_layout(folder):
+def other_stage(folder):
     """Save at stage 2 and load at stage 3; load where nothing is."""
     import stateroom
-    from stateroom.errors import CheckpointError
 
     engine, *_ = stateroom.initialize(build("gpt"), config=config_for(2, "fp32", 1))
+    train(engine, 2)
+    saved = master_weights(engine)
     engine.save_checkpoint(folder)
     engine.destroy()
     engine, *_ = stateroom.initialize(build("gpt"), config=config_for(3, "fp32", 1))
-    message = ""
-    try:
-        engine.load_checkpoint(folder)
-    except CheckpointError as error:
-        message = str(error)
+    engine.load_checkpoint(folder)
+    loaded = master_weights(engine)
     nothing = engine.load_checkpoint(folder + "-none")
     engine.destroy()
-    return message, nothing
+    return saved, loaded, nothing
 
 
-def test_a_save_of_another_layout_is_refused(pools, tmp_path):
-    for message, nothing in pools(2).run(wrong_layout, str(tmp_path / "x")):
-        assert "stage 2" in message and "stage 3" in message
+def test_a_save_of_another_stage_loads(pools, tmp_path):
+    for saved, loaded, nothing in pools(2).run(other_stage, str(tmp_path / "x")):
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
         assert nothing == (None, {})

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from stateroom.launcher.cli import parse
+from stateroom.launcher.options import parse
 
 ENV = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
 ENV["STATEROOM_ACCELERATOR"] = "cpu"  # ranks as processes, on any machine
@@ -55,6 +58,133 @@ def test_a_module_runs_too_and_without_accelerators_one_rank_is_the_default(tmp_
     assert "1 rank on this host (no accelerator" in done.stderr
 
 
+def test_every_line_has_its_host_and_rank_and_a_single_rank_keeps_the_terminal(tmp_path: Path) -> None:
+    source = "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr); sys.stdout.write('no end')"
+    done = launch(tmp_path, source, "--num_gpus", "2")
+    host = socket.gethostname()
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{host}:{r}] {text}" for r in (0, 1) for text in (f"out {r}", "no end"))
+    assert sorted(line for line in done.stderr.splitlines() if "launcher:" not in line) == [f"[{host}:0] err", f"[{host}:1] err"]
+    assert launch(tmp_path, source, "--num_gpus", "1").stdout == "out 0\nno end"
+    assert launch(tmp_path, "print('x')", "--num_gpus", "2", "--no_tags").stdout.replace("\n", "") == "xx"
+
+
+def test_quiet_ranks_and_a_file_for_each_rank(tmp_path: Path) -> None:
+    source = "import os; print('hello from', os.environ['RANK']); assert os.environ['RANK'] == '0', 'not me'"
+    done = launch(tmp_path, source, "--num_gpus", "2", "--quiet_ranks", "--enable_each_rank_log", "logs")
+    assert "hello from 0" in done.stdout and "hello from 1" not in done.stdout
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("AssertionError: not me")
+    logs = [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert logs[0] == "hello from 0\n"
+    assert logs[1].startswith("hello from 1\nTraceback") and logs[1].endswith("AssertionError: not me\n")
+
+
+BARS = """
+import sys, time
+for i in range(200):
+    sys.stderr.write(f"\\r{i + 1}/200 " + "#" * (i // 4))
+    sys.stderr.flush()
+sys.stderr.write("\\n")
+print("done")
+"""
+
+
+def test_progress_bars_come_whole(tmp_path: Path) -> None:
+    done = launch(tmp_path, BARS, "--num_gpus", "2")
+    bars = [line for line in done.stderr.splitlines() if "/200" in line]
+    whole = re.compile(rf"\[{socket.gethostname()}:[01]\] (\d+)/200 (#*)")
+    found = [whole.fullmatch(bar) for bar in bars]
+    assert all(match and len(match[2]) == (int(match[1]) - 1) // 4 for match in found), bars
+    assert sum(match is not None and match[1] == "200" for match in found) == 2
+
+
+def test_named_slots_are_the_devices_that_ranks_see(tmp_path: Path) -> None:
+    source = "import os; print(os.environ['WORLD_SIZE'], os.environ['CUDA_VISIBLE_DEVICES'])"
+    assert "2 1,3" in launch(tmp_path, source, "-i", "localhost:1,3").stdout
+    env = {**ENV, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    words = [*LAUNCHER, "-i", "localhost:3", "job.py"]
+    assert "1 7" in subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
+    done = subprocess.run([*LAUNCHER, "-i", "localhost:4", "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "slot 4 was asked for, but CUDA_VISIBLE_DEVICES=4,5,6,7 shows 4 devices" in done.stderr
+
+
+def test_cores_are_bound_and_threads_follow(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("one core cannot be shared out to two ranks")
+    source = "import os; print(os.environ['RANK'], sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+    done = launch(tmp_path, source, "--num_gpus", "2", "--bind_core_list", ",".join(map(str, cores)))
+    assert all(f"{rank} [{core}] 1" in done.stdout for rank, core in enumerate(cores)), done.stdout + done.stderr
+    done = launch(tmp_path, source, "--num_gpus", "3", "--bind_core_list", ",".join(map(str, cores)))
+    assert done.returncode == 1 and "3 ranks cannot be bound to 2 cores" in done.stderr
+
+
+def test_programs_and_the_rank_as_an_argument(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*LAUNCHER, "--num_gpus", "1", "--no_python", "sh", "-c", "echo $RANK of $WORLD_SIZE"],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "0 of 1\n", done.stderr
+    done = launch(tmp_path, "import sys; print(sys.argv[1:])", "--num_gpus", "2", "--pass_local_rank", args=("-x",))
+    assert all(f"['--local_rank={rank}', '-x']" in done.stdout for rank in (0, 1))
+
+
+def test_process_ids_are_saved_while_the_job_runs(tmp_path: Path) -> None:
+    source = """
+import glob, json, os, time
+deadline = time.monotonic() + 30
+while time.monotonic() < deadline:
+    found = [json.load(open(path)) for path in glob.glob("*.stateroom")]
+    if found and str(os.environ["RANK"]) in found[0]["ranks"]:
+        assert found[0]["ranks"]["0"][1] == os.getpid()
+        break
+else:
+    raise SystemExit(5)
+"""
+    (tmp_path / "job.py").write_text(source)
+    env = {**ENV, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([*LAUNCHER, "--num_gpus", "1", "--save_pid", "job.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob("*.stateroom"))
+
+
+AGAIN = """
+import os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"], os.environ["MASTER_PORT"], flush=True)
+dist.barrier()
+if dist.get_rank() == 1 and int(attempt) < int(sys.argv[1]):
+    raise ValueError(f"no luck in attempt {attempt}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+def test_restarts_are_counted_and_plain_torch_meets_again(tmp_path: Path, kind: str) -> None:
+    done = launch(tmp_path, AGAIN, "--num_gpus", "2", "--max_restarts", "2", "--rdzv_backend", kind, args=("2",))
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(f"attempt {n} of 2") for n in range(4)] == [2, 2, 2, 0]
+    assert done.stderr.count("ValueError: no luck") == 2 and "launcher: restart 2 of 2" in done.stderr
+
+
+def test_when_no_restart_is_left_the_last_failure_counts(tmp_path: Path) -> None:
+    done = launch(tmp_path, AGAIN, "--num_gpus", "2", "--max_restarts", "1", args=("9",))
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "ValueError: no luck in attempt 1"
+
+
+def test_what_a_rank_started_ends_with_it_when_the_job_fails(tmp_path: Path) -> None:
+    source = "import subprocess, sys; open('helper', 'w').write(str(subprocess.Popen(['sleep', '100']).pid)); sys.exit(3)"
+    assert launch(tmp_path, source, "--num_gpus", "2").returncode == 3
+    pid = int((tmp_path / "helper").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 FAIL = """
 import os, sys, time
 def deep():
@@ -70,9 +200,31 @@ def test_a_rank_that_raises_ends_the_others_and_its_traceback_comes_last(tmp_pat
     done = launch(tmp_path, FAIL, "--nproc_per_node", "2")
     assert time.monotonic() - begin < 30  # the other rank sleeps for 50
     assert done.returncode == 1
-    report = done.stderr[done.stderr.index("launcher: rank 1 failed first, with status 1") :]
-    assert "in deep" in report and "runpy" not in report
+    report = done.stderr[done.stderr.index(f"launcher: rank 1 on {socket.gethostname()} failed first, with status 1") :]
+    assert "in deep" in report and "runpy" not in report and done.stderr.count("Traceback") == 1
     assert report.splitlines()[-1] == "ValueError: rank one says no"
+
+
+SLOW_TO_END = """
+import atexit, os, time
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 30)
+    try:
+        raise ValueError("the cause")
+    finally:
+        open("raised", "w").close()
+while not os.path.exists("raised"):
+    time.sleep(0.01)
+time.sleep(0.3)
+raise RuntimeError("a consequence")
+"""
+
+
+def test_a_rank_that_is_slow_to_end_is_the_cause_all_the_same(tmp_path: Path) -> None:
+    done = launch(tmp_path, SLOW_TO_END, "--num_gpus", "2")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: the cause"
+    assert f"rank 0 on {socket.gethostname()} failed after it, with status 1: RuntimeError: a consequence" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -80,6 +232,10 @@ def test_a_rank_that_raises_ends_the_others_and_its_traceback_comes_last(tmp_pat
     [
         ("import sys; sys.exit(7)", 7, "status 7"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+        ("import os; os._exit(5)", 5, "status 5"),
+        ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def broken(:", 1, "SyntaxError"),
+        ("import sys; sys.excepthook = lambda *a: print('mine', a[0]); 1 / 0", 1, "ZeroDivisionError: division by zero"),
     ],
 )
 def test_the_exit_status_is_that_of_the_failed_rank(tmp_path: Path, source: str, status: int, said: str) -> None:
@@ -114,6 +270,27 @@ def test_a_signal_to_the_launcher_ends_every_rank(tmp_path: Path, number: signal
             os.kill(int(file.read_text()), 0)
 
 
+def test_a_reader_that_closes_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(WAIT.replace("import os, time", "import os, time\nprint('one line', flush=True)"))
+    command = [*LAUNCHER, "--num_gpus", "2", "job.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(40) == 128 + signal.SIGPIPE
+
+
+def test_a_job_outlives_its_terminal_under_nohup(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(WAIT.replace("time.sleep(50)", "time.sleep(2)"))
+    command = ["nohup", *LAUNCHER, "--num_gpus", "1", "job.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid-0").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
@@ -139,5 +316,7 @@ def test_options_end_where_the_script_begins() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; from stateroom.launcher.cli import build_parser; build_parser().format_help(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from stateroom.launcher.options import build_parser; build_parser()[0].format_help()\nsys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,283 @@
+"""Putting a checkpoint back: every rank reads what it owns under its own layout, whatever the layout was when it was saved."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from ..zero.access import GatheredParameters
+from ..zero.intact import follow_writes
+from ..zero.optimizer import ShardedOptimizer
+from ..zero.runs import Run
+from ..zero.unit import Unit
+from .matching import Matching, Rename, check, match
+from .names import plain
+from .native import NativeSource
+from .reader import Request
+from .source import MASTER, WEIGHT, Source
+from .values import to_json
+
+# options that say how an optimizer computes, not what: this run's choice holds
+_HOW = frozenset(("fused", "foreach", "capturable", "differentiable"))
+# optimizers that understand each other's states
+_KIN = (frozenset(("Adam", "AdamW", "SwitchedAdam", "FusedAdam", "DeepSpeedCPUAdam")), frozenset(("Lion", "FusedLion", "DeepSpeedCPULion")))
+
+
+@dataclass(frozen=True)
+class Read:
+    """Elements of one state from flat element `start` on, to be written into `out` [n]."""
+
+    name: str
+    state: str
+    start: int
+    out: torch.Tensor
+
+
+@dataclass
+class Restorer:
+    """Brings the states of one engine from a source, in three steps, so that ranks can agree after each.
+
+    Attributes:
+        strict: missing and unexpected names are errors.
+        with_weights: parameters and buffers; without, `hand_over` brings them.
+        with_optimizer: optimizer states and group options too.
+        remarks: lines for the user, after each step.
+    """
+
+    module: nn.Module
+    units: Sequence[Unit]
+    optimizer: ShardedOptimizer | None
+    source: Source
+    strict: bool = True
+    with_weights: bool = True
+    with_optimizer: bool = True
+    rename: Rename | None = None
+    remarks: list[str] = field(default_factory=list)
+    _matching: Matching = field(default_factory=Matching)
+
+    def check(self) -> None:
+        """See whether the checkpoint fits; nothing is changed.
+
+        Raises:
+            CheckpointError: it does not; says what, and what can be done.
+        """
+        left_out: Sequence[str] = ()
+        if isinstance(self.source, NativeSource):
+            left_out = self.source.manifest["excluded"]
+            comm = self.units[0].comm if self.units else None
+            self.source.check_small_files(*((0, 1) if comm is None else (comm.rank, comm.world)))
+        self._matching = match(self.module, self.units, self.source, self.rename, left_out)
+        check(self._matching, self.source, self.strict)
+        self.remarks += self._matching.remarks
+        if self._loads_states():
+            self._check_optimizer()
+
+    def read(self) -> None:
+        """Read this rank's part into shards, master weights and optimizer states.
+
+        Raises:
+            CheckpointError: a file is missing or damaged; weights and states are then a mixture of old and new.
+        """
+        follow_writes(self.units)
+        reads = [read for unit in self.units for read in self._reads_of(unit)] if self.with_weights else []
+        states: dict[int, dict[str, Any]] = {}
+        runs: list[Run] = []
+        if self._loads_states():
+            assert self.optimizer is not None
+            self.optimizer.inner.state.clear()  # makes room
+            runs = list(self._cut(self.optimizer.fresh_runs()))
+            states = {index: self._states_of(run, reads) for index, run in enumerate(runs)}
+        with torch.no_grad():
+            _execute(self.source, reads)
+            own = self._own_buffers()
+            for here, (buffer, saved) in self._matching.buffers.items() if self.with_weights else ():
+                buffer.copy_(own.get(here, saved))
+        if self._loads_states():
+            assert self.optimizer is not None
+            self.optimizer.restart(runs, [states[index] for index in range(len(runs))])
+            self._set_groups()
+
+    def hand_over(self, load: Callable[..., Any]) -> None:
+        """Let a function of the script's own bring the weights: `load(src=whole state dict, dst=module)`, as in DeepSpeed.
+
+        Every rank holds the whole model while it runs; what it writes on rank 0 is kept.
+        """
+        weights = {name: self.source.tensor(name, self.source.best_weight(name)) for name in self.source.parameters}
+        weights.update({alias: weights[name] for alias, name in self.source.names().items()})
+        with GatheredParameters(self.module, modifier_rank=0):
+            load(src={**weights, **self.source.buffers()}, dst=self.module)
+
+    def publish(self) -> None:
+        """Let weights follow master weights on every rank; a collective."""
+        pending = [unit.publish() for unit in self.units]
+        for each in pending:
+            each.wait()
+        for unit in self.units:
+            unit.refresh()
+            unit.acknowledge()
+
+    # ---- weights
+
+    def _reads_of(self, unit: Unit) -> Iterable[Read]:
+        target, interval = unit.full, (0, unit.layout.padded)
+        if unit.master is not None:
+            target, interval = unit.master, unit.master_interval
+        elif unit.sharded:
+            target, interval = unit.shard, (unit.lo, unit.hi)
+        for part in unit.layout.slices(*interval):
+            name = self._matching.parameters.get(plain(unit.slots[part.extent].name))
+            if name is not None:
+                out = target.detach()[part.at : part.at + part.stop - part.start]
+                yield Read(name, self.source.best_weight(name), part.start, out)
+
+    def _own_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the values of buffers that were not the same on every rank, for this one, where it existed then."""
+        if not isinstance(self.source, NativeSource) or not self.units:
+            return {}
+        rank = self.units[0].comm.rank
+        return self.source.own(rank)["buffers"] if rank < self.source.manifest["world"] else {}
+
+    # ---- optimizer states
+
+    def _loads_states(self) -> bool:
+        return self.with_optimizer and self.optimizer is not None
+
+    def _check_optimizer(self) -> None:
+        assert self.optimizer is not None
+        saved, here = self.source.facts().get("optimizer"), type(self.optimizer.inner).__name__
+        kin = any({saved, here} <= family for family in _KIN)
+        if saved and saved != here and not kin:
+            raise CheckpointError(
+                f"{self.source.facts()['path']} has the states of the optimizer {saved}, and this engine has {here}; "
+                "pass load_optimizer_states=False to start it anew, or use the same optimizer"
+            )
+        bare = [
+            plain(slot.name)
+            for unit in self.optimizer.units
+            for slot in unit.slots
+            if (name := self._matching.parameters.get(plain(slot.name))) is not None and not self._states(name) and not self._scalars(name)
+        ]
+        if bare:
+            self.remarks.append(f"the optimizer starts anew for {len(bare)} parameter(s) without saved states, such as {bare[0]!r}")
+
+    def _states(self, name: str) -> list[str]:
+        return [state for state in self.source.states(name) if state not in (MASTER, WEIGHT)]
+
+    def _scalars(self, name: str) -> Mapping[str, Any]:
+        return self.source.scalars(name)
+
+    def _signature(self, run: Run, slot: int) -> str:
+        """Return what must be equal for parameters to stay in one run."""
+        name = self._matching.parameters.get(plain(run.unit.slots[slot].name))
+        if name is None:
+            return ""
+        states = [(state, str(self._dtype(name, state)), self._is_own_shape(name, state)) for state in self._states(name)]
+        return json.dumps([states, to_json(dict(self._scalars(name)), f"optimizer state of {name!r}")])
+
+    def _dtype(self, name: str, state: str) -> torch.dtype:
+        if isinstance(self.source, NativeSource):
+            return self.source.reader.dtype(self.source.key(name, state))
+        return self.source.elements(name, state).dtype
+
+    def _is_own_shape(self, name: str, state: str) -> bool:
+        return tuple(self.source.shape_of(name, state)) != tuple(self.source.parameters[name].shape)
+
+    def _cut(self, runs: Iterable[Run]) -> Iterable[Run]:
+        """Cut runs where parameters have other states, or the saved run was cut."""
+        cuts = set(self.source.manifest["cuts"]) if isinstance(self.source, NativeSource) else set()
+        for run in runs:
+            signatures = [self._signature(run, slot) for slot in run.slots]
+            edges = [run.start]
+            for left, right, slot in zip(signatures, signatures[1:], run.slots[1:], strict=False):
+                if left != right or plain(run.unit.slots[slot].name) in cuts:
+                    edges.append(run.unit.layout.extents[slot].offset)
+            for start, stop in itertools.pairwise([*edges, run.stop]):
+                yield run if len(edges) == 1 else Run(run.unit, run.group, start, stop, whole=run.whole)
+
+    def _states_of(self, run: Run, reads: list[Read]) -> dict[str, Any]:
+        """Return the run's state, its tensors still to be filled by what is added to `reads`."""
+        parts = run.unit.layout.slices(run.start, run.stop)
+        names = [self._matching.parameters.get(plain(run.unit.slots[part.extent].name)) for part in parts]
+        first = names[0]
+        if first is None:
+            return {}
+        state: dict[str, Any] = {}
+        for key in self._states(first):
+            if self._is_own_shape(first, key):
+                state[key] = self._whole_state(run, first, key, reads)
+                continue
+            flat = torch.empty(run.stop - run.start, dtype=self._state_dtype(run, first, key), device=run.tensor.device)
+            for part, name in zip(parts, names, strict=True):
+                reads.append(Read(str(name), key, part.start, flat[part.at : part.at + part.stop - part.start]))
+            state[key] = flat.view(run.tensor.shape)
+        group = self.optimizer.param_groups[run.group]  # type: ignore[union-attr]
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for key, value in self._scalars(first).items():
+            if key == "step" and type(value) in (int, float) and not isinstance(self.source, NativeSource):
+                value = torch.tensor(float(value))  # as torch's optimizers and ours count
+            state[key] = value.to(run.tensor.device) if on_device and isinstance(value, torch.Tensor) else value
+        return state
+
+    def _whole_state(self, run: Run, name: str, key: str, reads: list[Read]) -> torch.Tensor:
+        shape = self.source.shape_of(name, key)
+        if len(run.slots) > 1 or run.stop - run.start != run.unit.layout.extents[run.slots[0]].numel:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name!r} has the shape {tuple(shape)} of its own, and this run's optimizer updates pieces of "
+                "the parameter; use the optimizer that saved it, or pass load_optimizer_states=False"
+            )
+        whole = torch.empty(shape, dtype=self._dtype(name, key), device=run.tensor.device)
+        reads.append(Read(name, key, 0, whole.view(-1)))
+        return whole
+
+    def _state_dtype(self, run: Run, name: str, key: str) -> torch.dtype:
+        """Return the dtype as saved, unless the run has another precision now: then that in which the optimizer works."""
+        saved = self._dtype(name, key)
+        master = self._dtype(name, self.source.best_weight(name))
+        if master == run.tensor.dtype or saved != master or not saved.is_floating_point:
+            return saved
+        group = self.optimizer.param_groups[run.group]  # type: ignore[union-attr]
+        return torch.float32 if group.get("fp32_optimizer_states") and run.tensor.dtype.itemsize < 4 else run.tensor.dtype
+
+    # ---- groups
+
+    def _set_groups(self) -> None:
+        """Give each group the options of the saved one that holds the same parameters."""
+        assert self.optimizer is not None
+        saved = self.source.groups()
+        home = {name: index for index, group in enumerate(saved) for name in group["params"]}
+        for index, names in enumerate(self.optimizer.names_in_groups()):
+            there = [self._matching.parameters.get(plain(name)) for name in names]
+            homes = {home[name] for name in there if name in home}
+            if len(homes) == 1:
+                _take_options(self.optimizer.param_groups[index], saved[homes.pop()])
+            else:
+                what = "were in several groups" if homes else "were in no group"
+                self.remarks.append(f"parameter group {index} keeps its options: its parameters {what} when they were saved")
+
+
+def _take_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if key == "params" or key in _HOW:
+            continue
+        if isinstance(group.get(key), torch.Tensor) and group[key].dim() == 0:
+            group[key].fill_(float(value))  # compiled and captured steps read this very tensor
+        elif isinstance(value, torch.Tensor) and isinstance(group.get(key), (int, float)):
+            group[key] = value.item()
+        else:
+            group[key] = value
+
+
+def _execute(source: Source, reads: Sequence[Read]) -> None:
+    """Read everything: our own directories in one sweep, others piece by piece."""
+    if isinstance(source, NativeSource):
+        source.reader.fill(Request(source.key(read.name, read.state), read.start, read.out) for read in reads)
+        return
+    for read in reads:
+        read.out.copy_(source.read(read.name, read.state, read.start, read.start + read.out.numel()))

@@ -1,0 +1,111 @@
+"""Every case trains as in plain PyTorch: 20 steps, stages 0 to 3, on 2 ranks; or it is refused as documented."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from case import OUT_OF_STEP
+from catalogue import CASES, CORE_NAMES
+from lanes import Job
+
+HERE = Path(__file__).parent
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
+OTHERS = [name for name in CASES if name not in CORE_NAMES]
+IN_BF16 = [name for name, case in CASES.items() if not case.no_bf16]
+OTHER_OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "nadam", "adamax")
+SOME = ["TiedEmbedding", "AlternatingHeads", "LoRAInside", "SparseEmbedding", "EmptyAndScalar", "BatchNorm", "GPT-2", "Mixtral", "ResNet"]
+ON_FOUR_RANKS = [
+    "TiedAcrossUnits",
+    "ExpertsInBlocks",
+    "CheckpointedTwice",
+    "InputGradient",
+    "GPT-2",
+    "Switch",
+    "T5",
+    "ResNet",
+    "GAN",
+    "DINO",
+]
+
+
+def stages(name: str) -> tuple[int, ...]:
+    """Return the stages that a pool of ranks survives: those on which the ranks end each other have a test of their own."""
+    return tuple(stage for stage in range(4) if CASES[name].refused.get(stage) != OUT_OF_STEP)
+
+
+def check(name: str, dtype: str, found: dict[str, Any]) -> None:
+    for stage, figures in found["stages"].items():
+        wanted = CASES[name].refused.get(stage)
+        if wanted:
+            assert wanted in figures["refused"], (stage, figures)
+            continue
+        worst = max(figures["loss"], figures["weights"])
+        assert worst <= TOLERANCES[dtype], (stage, figures)
+        assert figures["moved"] > 5 * TOLERANCES["fp32"], (stage, figures)  # equal to a model that does not train says nothing
+        assert not figures["held"], (stage, figures)
+
+
+IN_FULL = [
+    *(pytest.param(Job(name, stages(name))) for name in CORE_NAMES),
+    *(pytest.param(Job(name, stages(name)), marks=pytest.mark.full) for name in OTHERS),
+]
+
+
+@pytest.mark.parametrize("job", IN_FULL, ids=str)
+def test_equal_to_plain(lanes, figures, job):
+    found = lanes.result(job)
+    figures[job.name, "fp32"] = found
+    check(job.name, "fp32", found)
+
+
+@pytest.mark.parametrize("job", [Job(name, stages(name), steps=3) for name in OTHERS], ids=str)
+def test_equal_to_plain_shortly(lanes, job):
+    """The cases that run in full with the exhaustive matrix only, for a few steps: so each is trained in every run of the tests."""
+    check(job.name, "fp32", lanes.result(job))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", [Job(name, stages(name), "bf16") for name in IN_BF16], ids=str)
+def test_equal_to_plain_in_bf16(lanes, figures, job):
+    """The reference keeps fp32 masters of bfloat16 weights, as the engine does."""
+    found = lanes.result(job)
+    figures[job.name, "bf16"] = found
+    check(job.name, "bf16", found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", [Job(name, stages(name), "fp32", optimizer) for optimizer in OTHER_OPTIMIZERS for name in SOME], ids=str)
+def test_equal_to_plain_with_other_optimizers(lanes, job):
+    check(job.name, "fp32", lanes.result(job))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", [Job(name, stages(name), ranks=4) for name in ON_FOUR_RANKS], ids=str)
+def test_equal_to_plain_on_four_ranks(lanes, job):
+    check(job.name, "fp32", lanes.result(job))
+
+
+# ---- refusals that end the ranks
+
+ENDED = [name for name, case in CASES.items() if case.refused.get(3) == OUT_OF_STEP]
+FIRST, *REST = ENDED
+
+
+def end_of(name: str, stage: int, folder: Path) -> list[tuple[int, str]]:
+    """Run a case as two processes of their own; return exit status and standard error of each."""
+    command = [sys.executable, str(HERE / "one_case.py"), name, str(stage), str(folder / "rendezvous")]
+    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    return [(rank.wait(100), rank.stderr.read()) for rank in ranks]
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.full) for name in REST)])
+def test_ranks_that_run_other_units_end_with_both_names(name, figures, tmp_path):
+    """Never a hang and never a wrong number: each rank ends within seconds and says which unit it and the other wait for."""
+    for status, errors in end_of(name, 3, tmp_path):
+        (line,) = [line for line in errors.splitlines() if OUT_OF_STEP in line]
+        assert status not in (0, None)
+        assert "rank 0 waits in" in line and "rank 1 waits in" in line and line.count("for unit '") == 2
