@@ -11,6 +11,8 @@ import pytest
 from host_jobs import WAIT, alive, all_there, run, started, wait_until
 from namespaces import Hosts
 
+pytestmark = pytest.mark.full  # minutes of processes on three hosts
+
 
 def test_a_killed_rank_ends_all_on_every_host(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(WAIT)

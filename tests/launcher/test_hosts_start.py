@@ -14,6 +14,7 @@ from host_jobs import ENV, LAUNCHER, MEET, SHOW, command, run
 from namespaces import Hosts, install
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama"
+pytestmark = pytest.mark.full  # minutes of processes on three hosts
 
 
 def test_ranks_follow_the_hostfile_and_share_folder_python_and_variables(hosts: Hosts, tmp_path: Path) -> None:
