@@ -13,6 +13,7 @@ _LAZY = {
     "load_state_dict_from_checkpoint": ".state_dict",
     "convert_to_universal": ".universal",
     "export": ".exporting",
+    "verify": ".verify",
     "get_fp32_state_dict_from_zero_checkpoint": "..utils.zero_to_fp32",
     "load_state_dict_from_zero_checkpoint": "..utils.zero_to_fp32",
     "convert_zero_checkpoint_to_fp32_state_dict": "..utils.zero_to_fp32",

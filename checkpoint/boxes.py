@@ -28,11 +28,9 @@ def box_edges(shape: Sequence[int], starts: np.ndarray, stops: np.ndarray) -> np
         if row == 0:
             break
         low, high = -(-lows[-1] // row) * row, highs[-1] // row * row
-        meet = low <= high
+        meet = low <= high  # once they cross, the interval lies inside one row of this level, and of every higher one
         lows.append(np.where(meet, low, lows[-1]))
         highs.append(np.where(meet, high, highs[-1]))
-        # beyond a level on which they cross, the interval lies inside one row of every higher level
-        lows[-1], highs[-1] = np.where(meet, lows[-1], lows[-2]), np.where(meet, highs[-1], highs[-2])
     return np.stack([*lows, *reversed(highs)], axis=1)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .boxes import boxes
+from .boxes import box_at
 from .plan import Framing
 
 ALIGN = 64  # of an item in its file, and of the data in an item
@@ -161,7 +161,7 @@ def metadata_bytes(tensors: Mapping[str, StoredTensor], aliases: Mapping[str, st
     for key, tensor in tensors.items():
         chunks: list[ChunkStorageMetadata] = []
         for start, stop, file, data_at in tensor.pieces:
-            (box,) = boxes(tensor.shape, start, stop)
+            box = box_at(tensor.shape, start, stop - start)
             offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
             lead = header_bytes(len(sizes))
             info = _StorageInfo(file, data_at - lead, item_bytes(len(sizes), (stop - start) * tensor.dtype.itemsize))

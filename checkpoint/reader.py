@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .boxes import boxes
+from .boxes import box_at
 from .container import FRAMING, item_frame
 from .disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
 from .image import BLOCK_BYTES, joined_crc, segments
@@ -86,8 +86,7 @@ class Segment:
 
 def segments_of(key: str, shape: Sequence[int], dtype: torch.dtype, item: Stored) -> Iterator[Segment]:
     """Yield the parts of an item, with the bytes that must stand around its data."""
-    (box,) = boxes(shape, item.start, item.start + item.numel)
-    frame = item_frame(box.sizes, dtype)
+    frame = item_frame(box_at(shape, item.start, item.numel).sizes, dtype)
     stop = item.at + item.numel * dtype.itemsize
     trailer = frame.trailer(joined_crc(item.at, stop, item.crcs)).ljust(FRAMING.after(stop) - stop, b"\0")
     for crc, (low, high) in zip(item.crcs, segments(item.at, stop), strict=True):
@@ -164,7 +163,7 @@ class Reader:
                 offset += torch.Size(shapes[name]["shape"]).numel()
         return found
 
-    def _ranks_with(self, key: str, start: int, stop: int) -> Iterable[int]:
+    def ranks_with(self, key: str, start: int, stop: int) -> Iterable[int]:
         """Return the ranks whose files hold elements of [start, stop), from the layout alone."""
         home = self.manifest["homes"].get(key)
         if home is not None:
@@ -194,7 +193,7 @@ class Reader:
             DamagedError: some of them are in no file.
         """
         at = start
-        for rank in self._ranks_with(key, start, stop):
+        for rank in self.ranks_with(key, start, stop):
             items = self.index(rank).get(key, ())
             for item in items[max(bisect.bisect_right(items, at, key=lambda item: item.start) - 1, 0) :]:
                 if item.start >= stop:

@@ -70,9 +70,11 @@ class Gathering:
         self._begin_pass = begin_pass
         self._unit_passed = unit_passed
         self._calls = 0  # calls of sites that autograd recorded
-        self._passes = 0
+        self._forwards = self._passes = 0
         self._first_call: dict[int, int] = {}  # site -> its first recorded call since the last backward
+        self._newest_call: dict[int, int] = {}  # the same since the newest forward began
         self._passed: set[int] = set()  # sites that this backward has passed
+        self._left: set[int] = set()  # sites that it has passed in the newest forward; an older one may still need them
         self._forward, self._backward = Trace(), Trace()
         self._depth = 0
         self._purpose = "parameters"
@@ -160,6 +162,9 @@ class Gathering:
                 self._forward.restart()
                 self._copied, self._copying = set(), None
                 self._purpose = "parameters" if torch.is_grad_enabled() else "evaluation"
+                if torch.is_grad_enabled():
+                    self._forwards += 1
+                    self._newest_call.clear()
             self._depth += 1
             self._need(index, self._backward if in_backward() else self._forward)
             if not torch.is_grad_enabled():
@@ -167,6 +172,7 @@ class Gathering:
             if not in_backward():
                 self._calls += 1
                 self._first_call.setdefault(index, self._calls)
+                self._newest_call.setdefault(index, self._calls)
             elif index not in self._first_call and any(not unit.trainable for unit in self._units[index]):
                 self._watch_inputs(index, (args, kwargs))
 
@@ -183,7 +189,8 @@ class Gathering:
             for tensor in tensors_in(output):
                 seen = True
                 if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(lambda grad, made=(self._passes, self._calls): self._before_backward(index, *made))
+                    made = (self._passes, self._forwards, self._calls)
+                    tensor.register_hook(lambda grad, made=made: self._before_backward(index, *made))
                     has_graph = True
                 self._keep_if_view(index, tensor)
             if not seen and torch.is_grad_enabled():
@@ -214,12 +221,16 @@ class Gathering:
 
     # ---- backward
 
-    def _before_backward(self, index: int, passes: int, calls: int) -> None:
+    def _before_backward(self, index: int, passes: int, forwards: int, calls: int) -> None:
         self._begin_pass()
         if passes == self._passes:
             self._pass_by(calls)
         else:  # a graph that was kept over an earlier backward; what is passed in a newer graph may be needed in this one
             self._passed.discard(index)
+        if passes == self._passes and forwards == self._forwards:
+            self._leave(calls)
+        else:
+            self._left.discard(index)
         if torch.is_grad_enabled():
             # create_graph: the graph of this backward will need the weights again, with no hook in front of it
             self._makes_graph = True
@@ -227,7 +238,8 @@ class Gathering:
         self._purpose = "parameters"
         if not self._backward.now:
             self._backward.restart(list(reversed(self._forward.now)))
-        if index not in self._passed:  # a tensor that a module hands through gets its gradient when others have passed the module
+        # A tensor that a module hands through from its input gets its gradient when the module is passed.
+        if index not in self._passed and index not in self._left:
             self._need(index, self._backward)
         if index == 0:
             for unit in self._all:  # an evaluation between forward and backward may have released them
@@ -242,6 +254,13 @@ class Gathering:
             self._passed.add(site)
             for unit in self._units[site]:
                 self._unit_passed(unit)
+            self._release(self._units[site])
+
+    def _leave(self, calls: int) -> None:
+        """Release the sites that the newest forward called after `calls`: a loss may be made of several forwards."""
+        for site in [site for site, first in self._newest_call.items() if first > calls]:
+            del self._newest_call[site]
+            self._left.add(site)
             self._release(self._units[site])
 
     def unit_done(self, unit: Unit) -> None:
@@ -282,9 +301,8 @@ class Gathering:
         self._backward.restart()
         makes_graph, self._makes_graph = self._makes_graph, False
         self._passes += 1
-        self._first_call.clear()
-        self._passed.clear()
-        self._done_units.clear()
+        for kept in (self._first_call, self._newest_call, self._passed, self._left, self._done_units):
+            kept.clear()
         if makes_graph or self._depth:  # autograd.grad inside a forward: the forward still runs
             return
         self._kept.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,18 @@ class _Opening:
         self.folder, self.inert, self.where = folder, inert, str(folder)
         self.files = find(folder)
         self.head = self.model(0, 0)
-        self.dp = int(self.head.get("dp_world_size") or 1)
+        self.dp = int(self.head.get("dp_world_size") or 1 + max((dp for dp, _ in self.files.optimizer), default=0))
         self.pp, self.tp = self._degrees()
         self.inner: dict[int, dict[int, dict[str, Any]]] = {}  # mp -> dp -> inner optimizer dictionary
 
     def model(self, dp: int, mp: int) -> dict[str, Any]:
         """Return the model states of a rank."""
         return load(self.files.need("model", (dp, mp)), self.inert)
+
+    @cached_property
+    def layers(self) -> pipeline.Layers:
+        """The weights of a pipeline's layers."""
+        return pipeline.read_layers(self.files, self.tp, self.inert)
 
     def _degrees(self) -> tuple[int, int]:
         """Return the numbers of pipeline stages and of tensor-parallel ranks."""
@@ -182,7 +187,7 @@ class _Opening:
         return by_rank
 
     def _stages_without_zero(self, heads: list[dict[str, Any]]) -> list[list[Found]]:
-        layers = pipeline.read_layers(self.files, self.tp, self.inert)
+        layers = self.layers
         buffers = {name for head in heads for name in head.get("buffer_names") or ()}
         optimizers: list[dict[str, Any]] = [head["optimizer"] for head in heads if head.get("optimizer")]
         if len(optimizers) < len(heads):
@@ -200,7 +205,7 @@ class _Opening:
 
     def _shape_in_layers(self) -> Callable[[str], tuple[int, ...] | None]:
         """Return a function from a pipeline's parameter name to its shape, None where the layers' files leave it open."""
-        layers = pipeline.read_layers(self.files, self.tp, self.inert)
+        layers = self.layers
         shapes = {name: held[0].shape for name, held in layers.flat().items()}
 
         def shape_of_name(name: str) -> tuple[int, ...] | None:
@@ -283,7 +288,7 @@ class _Opening:
         return weights, aliases
 
     def _layer_weights(self, found: Found, buffers: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-        layers = pipeline.read_layers(self.files, self.tp, self.inert)
+        layers = self.layers
         masters = {name: held[MASTER] for name, held in found.where.items() if MASTER in held}
         tied = pipeline.tie(layers, masters, found.shapes, buffers)
         self._require_layers(found, layers)

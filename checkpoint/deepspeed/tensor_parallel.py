@@ -16,6 +16,7 @@ from .found import MASTER, Found, numel_of, shape_of
 
 Shape = tuple[int, ...]
 NEWEST_AFFINE_MAP = 1
+NEWEST_RULES = 0.4
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ def merge(by_rank: Sequence[Found], info: Mapping[str, Any] | None, where: str) 
             f"{where} was written with tensor parallelism over {len(by_rank)} ranks and does not say how its parameters were cut "
             "(`universal_checkpoint_info` is missing from the model states): add it to the client state of the run that saves, as "
             "DeepSpeed's universal checkpoints ask for"
+        )
+    version = info.get("universal_checkpoint_version", 0.0)
+    if version > NEWEST_RULES:
+        raise CheckpointError(
+            f"{where} describes how its parameters were cut by rules of version {version}; version {NEWEST_RULES} is the newest known "
+            "here: a newer Stateroom is needed"
         )
     merged, rules = Found(groups=by_rank[0].groups, notes=by_rank[0].notes, numbers=by_rank[0].numbers), {}
     for name in by_rank[0].shapes:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import FIXTURES
+from checkpoint_truth import deepspeed_names
 from stateroom import CheckpointError
 from stateroom.__main__ import main as stateroom
 from stateroom.checkpoint import archive, load_state_dict_from_checkpoint, open_source
@@ -301,6 +302,42 @@ def test_tensor_parallel_files_without_rules(tmp_path):
         model.update(mp_world_size=2, checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 2})
         torch.save(model, path)
     with pytest.raises(CheckpointError, match=r"tensor parallelism over 2 ranks and does not say how"):
+        open_source(tmp_path / "x")
+
+
+def change_model(folder: Path, **changes: object) -> None:
+    """Set keys in every file of model states."""
+    for path in folder.glob("*/*mp_rank_*_model_states.pt"):
+        if "expert" not in path.name:
+            model = torch.load(path, weights_only=True)
+            model.update(changes)
+            torch.save(model, path)
+
+
+def test_rules_of_a_newer_version_are_refused(tmp_path):
+    shutil.copytree(FIXTURES / "written" / "t1_bf16", tmp_path / "x")
+    change_model(tmp_path / "x", universal_checkpoint_info={"universal_checkpoint_version": 0.5})
+    with pytest.raises(CheckpointError, match=r"rules of version 0\.5; version 0\.4 is the newest known here.*newer Stateroom"):
+        open_source(tmp_path / "x")
+
+
+def test_fused_experts_are_refused(tmp_path):
+    shutil.copytree(FIXTURES / "moe2", tmp_path / "x")
+    change_model(tmp_path / "x", ds_autoep_layers=[{"expert_key_prefix": "moe.experts"}])
+    with pytest.raises(CheckpointError, match=r"AutoEP has fused"):
+        open_source(tmp_path / "x")
+
+
+def test_an_optimizer_that_was_swapped_out_is_said_to_be(tmp_path):
+    shutil.copytree(FIXTURES / "written" / "z3_fp32_sgd", tmp_path / "x")
+    for path in (tmp_path / "x").glob("*/*optim_states.pt"):
+        with deepspeed_names():
+            value = torch.load(path, weights_only=False)
+            inner = value["optimizer_state_dict"]
+            inner["fp32_flat_groups"] = [torch.empty(0) for _ in inner["fp32_flat_groups"]]
+            inner.update(zero_stage=3, loss_scaler=None)
+        torch.save(value, path)
+    with pytest.raises(CheckpointError, match=r"there is no room for .*swapped to NVMe"):
         open_source(tmp_path / "x")
 
 

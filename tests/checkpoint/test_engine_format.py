@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stateroom.checkpoint import container, directory, image, portable
-from stateroom.checkpoint.boxes import boxes, flat_start
+from stateroom.checkpoint.boxes import box_at, boxes
 from stateroom.checkpoint.crc import combine
 from stateroom.checkpoint.directory import commit, find, partial_path, tidy
 from stateroom.checkpoint.manifest import pack_bounds, read_manifest, unpack_bounds, write_manifest
@@ -36,18 +36,38 @@ def test_boxes_cover_an_interval_once_and_in_order(shape, data):
     numel = prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
-    limit = data.draw(st.none() | st.integers(1, 9))
-    found = boxes(shape, start, stop, limit)
-    assert limit is not None or len(found) <= max(2 * len(shape) - 1, 1)
+    found = boxes(shape, start, stop)
+    assert len(found) <= max(2 * len(shape) - 1, 1)
     whole, seen = torch.arange(numel).view(shape), []
     for box in found:
         part = whole
         for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             part = part.narrow(axis, offset, size)
-        assert limit is None or part.numel() <= limit
-        assert flat_start(shape, box.offsets) == part.flatten()[0]
+        assert box_at(shape, int(part.flatten()[0]), part.numel()) == box
         seen += part.flatten().tolist()
     assert seen == list(range(start, stop))
+
+
+@given(data=st.data())
+def test_items_follow_one_another_and_none_is_too_long(data):
+    """Whatever the pieces and the limit: items cover them in order, aligned, each with room for what stands around it."""
+    limit_bytes = data.draw(st.integers(8, 200))
+    framing = container.FRAMING._replace(limit_bytes=limit_bytes)
+    pieces = []
+    for number in range(data.draw(st.integers(0, 8))):
+        shape = data.draw(shapes)
+        start = data.draw(st.integers(0, prod(shape) - 1))
+        pieces.append(
+            Piece(str(number), shape, start, data.draw(st.integers(start + 1, prod(shape))), data.draw(st.sampled_from([1, 2, 4, 8])))
+        )
+    end, covered = 0, {piece.key: piece.start for piece in pieces}
+    for item in place(pieces, framing):
+        assert item.at - framing.header_bytes(len(item.sizes)) == end and end % framing.align == 0
+        assert item.numel == prod(item.sizes) and item.numel * item.itemsize <= limit_bytes
+        assert item.start == covered[item.key]
+        covered[item.key] += item.numel
+        end = framing.after(item.end)
+    assert covered == {piece.key: piece.stop for piece in pieces}
 
 
 @given(first=st.binary(max_size=80), second=st.binary(max_size=3000))
@@ -55,7 +75,17 @@ def test_checksums_of_joined_pieces(first, second):
     assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.uint16]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.uint16,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

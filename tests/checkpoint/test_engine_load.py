@@ -61,7 +61,9 @@ def test_loaded_weights_reach_the_master_copy(pools, tmp_path, stage, precision,
     """A step with learning rate 0 leaves exactly the loaded weights, frozen ones too; a new layer keeps its own (C31)."""
     pool = pools(2)
     saved = pool.run(save_odd, str(tmp_path), 2, precision)
-    for (weights, _), (before, loaded, stepped, counters) in zip(saved, pool.run(weights_only, str(tmp_path), stage, precision, way), strict=True):
+    for (weights, _), (before, loaded, stepped, counters) in zip(
+        saved, pool.run(weights_only, str(tmp_path), stage, precision, way), strict=True
+    ):
         for name, value in weights.items():
             assert torch.equal(value, loaded[name]), name
             if not name.startswith(("bn.running", "bn.num", "steps")):
@@ -159,7 +161,7 @@ def test_states_of_another_optimizer_are_refused(pools, tmp_path):
 
 def test_nothing_to_load_is_no_error(pools, tmp_path):
     for error, untouched, _ in pools(2).run(refused, str(tmp_path), "nowhere"):
-        assert error == ('', '') and untouched
+        assert error == ("", "") and untouched
 
 
 def mapped(folder):
@@ -317,7 +319,9 @@ def compiled(folder, load, save):
     return found, losses
 
 
-@pytest.mark.parametrize(("save", "load"), [("before", "plain"), ("plain", "engine"), ("engine", "plain"), ("plain", "layer"), ("layer", "before")])
+@pytest.mark.parametrize(
+    ("save", "load"), [("before", "plain"), ("plain", "engine"), ("engine", "plain"), ("plain", "layer"), ("layer", "before")]
+)
 def test_compiled_models_have_plain_names(pools, tmp_path, save, load):
     """Checkpoints of compiled models load into plain ones and the reverse (C19)."""
     (saved, losses), *_ = pools(1).run(compiled, str(tmp_path), None, save)

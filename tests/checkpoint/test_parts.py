@@ -9,6 +9,7 @@ import pytest
 import torch
 from stateroom import CheckpointError
 from stateroom.checkpoint import archive, elements
+from stateroom.checkpoint.deepspeed.experts import Experts
 from stateroom.checkpoint.deepspeed.matching import Candidate, Listed, Poured, Unmatched, assign
 from stateroom.checkpoint.deepspeed.tensor_parallel import apply, rule_for
 from stateroom.checkpoint.elements import Averaged, Chain, Link, Whole, chained, joined
@@ -155,6 +156,20 @@ def test_a_rule_that_does_not_fit_the_slices_is_an_error(tmp_path):
     }
     with pytest.raises(CheckpointError, match="a slice of w has 9 elements"):
         merged(tmp_path, info, "w", torch.rand(3, 3), torch.rand(3, 3))
+
+
+# ---- experts
+
+
+def test_who_holds_which_experts_in_either_order_of_ranks():
+    """Eight ranks, experts over two: rank by rank, or, data parallelism first, the lower and the upper half."""
+    layer = "moe.deepspeed_moe.experts.deepspeed_experts."
+    for data_first, lower, upper in ((False, (0, 2, 4, 6), (1, 3, 5, 7)), (True, (0, 1, 2, 3), (4, 5, 6, 7))):
+        experts = Experts(counts={layer: 4}, by_data_first=data_first, ranks=8)
+        first, second = experts.partitions({"moe": True}, 4)
+        assert (first.ranks, second.ranks) == (lower, upper)
+        assert [part.rename(f"{layer}1.weight") for part in (first, second)] == [f"{layer}1.weight", f"{layer}3.weight"]
+        assert [part.ranks for part in experts.partitions({}, 8)] == [tuple(range(8))]
 
 
 # ---- names for numbered states

@@ -31,7 +31,7 @@ class Call:
         self._dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.target(*self._cast(args), **self._cast(kwargs))
+        return self.target(*self.cast(args), **self.cast(kwargs))
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode, as a script does."""
@@ -40,7 +40,8 @@ class Call:
     def eval(self) -> None:
         self.train(False)
 
-    def _cast(self, tree: Any) -> Any:
+    def cast(self, tree: Any) -> Any:
+        """Return the inputs as the model takes them."""
         if self._dtype is None:
             return tree
         return tree_map(lambda x: x.to(self._dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,6 @@ from case import OUT_OF_STEP
 from catalogue import CASES, CORE_NAMES
 from lanes import Job
 
-HERE = Path(__file__).parent
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 OTHERS = [name for name in CASES if name not in CORE_NAMES]
 IN_BF16 = [name for name, case in CASES.items() if not case.no_bf16]
@@ -33,7 +29,7 @@ ON_FOUR_RANKS = [
 
 
 def stages(name: str) -> tuple[int, ...]:
-    """Return the stages that a pool of ranks survives: those on which the ranks end each other have a test of their own."""
+    """Return the stages that a pool of ranks survives: where ranks end each other, test_cases.py (C09, P04) runs them as a job."""
     return tuple(stage for stage in range(4) if CASES[name].refused.get(stage) != OUT_OF_STEP)
 
 
@@ -87,25 +83,3 @@ def test_equal_to_plain_with_other_optimizers(lanes, job):
 @pytest.mark.parametrize("job", [Job(name, stages(name), ranks=4) for name in ON_FOUR_RANKS], ids=str)
 def test_equal_to_plain_on_four_ranks(lanes, job):
     check(job.name, "fp32", lanes.result(job))
-
-
-# ---- refusals that end the ranks
-
-ENDED = [name for name, case in CASES.items() if case.refused.get(3) == OUT_OF_STEP]
-FIRST, *REST = ENDED
-
-
-def end_of(name: str, stage: int, folder: Path) -> list[tuple[int, str]]:
-    """Run a case as two processes of their own; return exit status and standard error of each."""
-    command = [sys.executable, str(HERE / "one_case.py"), name, str(stage), str(folder / "rendezvous")]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    return [(rank.wait(100), rank.stderr.read()) for rank in ranks]
-
-
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.full) for name in REST)])
-def test_ranks_that_run_other_units_end_with_both_names(name, figures, tmp_path):
-    """Never a hang and never a wrong number: each rank ends within seconds and says which unit it and the other wait for."""
-    for status, errors in end_of(name, 3, tmp_path):
-        (line,) = [line for line in errors.splitlines() if OUT_OF_STEP in line]
-        assert status not in (0, None)
-        assert "rank 0 waits in" in line and "rank 1 waits in" in line and line.count("for unit '") == 2

@@ -158,7 +158,7 @@ def an_adversarial_example_from_a_kept_graph(call, backward, step, rank):
 @way
 def a_functional_call_of_the_whole_model(call, backward, step, rank):
     """torch.func.functional_call on the module with its own parameters."""
-    loss = torch.func.functional_call(call.module, dict(call.module.named_parameters()), data(step, rank))
+    loss = torch.func.functional_call(call.module, dict(call.module.named_parameters()), call.cast(data(step, rank)))
     backward(loss)
     return loss
 
@@ -168,7 +168,7 @@ def a_functional_call_of_the_whole_model(call, backward, step, rank):
 
 def submodules_one_by_one(call, backward, step, rank):
     """The script calls the blocks itself; the model's own forward never runs."""
-    x, _, y = data(step, rank)
+    x, _, y = call.cast(data(step, rank))
     for block in call.module.blocks:
         x = block(x)
     loss = F.mse_loss(call.module.out(x), y)

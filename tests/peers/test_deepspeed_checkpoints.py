@@ -35,18 +35,12 @@ CROSSED = {
 }
 
 
-def tables() -> dict[str, list[str]]:
+def tables(peer: str) -> dict[str, list[str]]:
     """The names of the job's cases, which only an interpreter with DeepSpeed can import."""
     code = "import checkpoint_job as job; print([list(table) for _, table in job.KINDS])"
-    done = subprocess.run([python(), "-c", code], env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run([peer, "-c", code], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(("net", "pipe", "moe", "tensor"), ast.literal_eval(done.stdout.strip().splitlines()[-1]), strict=True))
-
-
-def python() -> str:
-    from conftest import PEER  # type: ignore[attr-defined]
-
-    return str(PEER)
 
 
 def environment() -> dict[str, str]:
@@ -64,7 +58,7 @@ def job(peer: str, ranks: int, mode: str, folder: Path, names: list[str]) -> Non
 @pytest.fixture(scope="module")
 def written(peer: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases, written by DeepSpeed; experts of either kind in a job of their own, whose groups they share."""
-    folder, cases = tmp_path_factory.mktemp("written"), tables()
+    folder, cases = tmp_path_factory.mktemp("written"), tables(peer)
     job(peer, 2, "write", folder, cases["net"])
     job(peer, 4, "write", folder, cases["pipe"])
     for kind in ("ep1", "ep2"):
