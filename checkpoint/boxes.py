@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,4 +49,4 @@ def box_at(shape: Sequence[int], start: int, numel: int) -> Box:
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the boxes that cover elements [start, stop) of a flattened tensor, in flat order."""
     edges = box_edges(shape, np.array([start]), np.array([stop]))[0].tolist()
-    return [box_at(shape, low, high - low) for low, high in zip(edges, edges[1:], strict=False) if low < high]
+    return [box_at(shape, low, high - low) for low, high in itertools.pairwise(edges) if low < high]

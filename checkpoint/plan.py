@@ -201,5 +201,6 @@ def place_all(layouts: Sequence[Layout], itemsizes: Sequence[int], framing: Fram
     firsts = np.cumsum(counts) - counts
     order = np.concatenate([np.tile(np.arange(first, first + count), len(itemsizes)) for first, count in zip(firsts, counts, strict=True)])
     sizes = np.concatenate([np.repeat(np.array(itemsizes, dtype=np.int64), count) for count in counts])
-    columns = Columns(*(table[order, column] for column in range(4)), sizes)
+    file, shape, start, stop = table[order].T
+    columns = Columns(file, shape, start, stop, sizes)
     return columns, place_columns(columns, list(shapes), framing)

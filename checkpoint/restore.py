@@ -26,8 +26,15 @@ from .values import to_json
 
 # options that say how an optimizer computes, not what: this run's choice holds
 _HOW = frozenset(("fused", "foreach", "capturable", "differentiable"))
-# optimizers that understand each other's states
-_KIN = (frozenset(("Adam", "AdamW", "SwitchedAdam", "FusedAdam", "DeepSpeedCPUAdam")), frozenset(("Lion", "FusedLion", "DeepSpeedCPULion")))
+# optimizers that understand each other's states, and which these are: checkpoints of others do not say what wrote them
+_KIN: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
+    (frozenset(("Adam", "AdamW", "SwitchedAdam", "FusedAdam", "DeepSpeedCPUAdam")), frozenset(("exp_avg", "exp_avg_sq"))),
+    (frozenset(("Lamb", "FusedLamb")), frozenset(("exp_avg", "exp_avg_sq"))),
+    (frozenset(("Lion", "FusedLion", "DeepSpeedCPULion")), frozenset(("exp_avg",))),
+    (frozenset(("Adagrad", "DeepSpeedCPUAdagrad")), frozenset(("sum",))),
+    (frozenset(("SGD",)), frozenset(("momentum_buffer",))),
+)
+_NOT_ALWAYS = frozenset(("max_exp_avg_sq", "momentum_buffer"))
 
 
 @dataclass(frozen=True)
@@ -152,8 +159,14 @@ class Restorer:
     def _check_optimizer(self) -> None:
         assert self.optimizer is not None
         saved, here = self.source.facts().get("optimizer"), type(self.optimizer.inner).__name__
-        kin = any({saved, here} <= family for family in _KIN)
-        if saved and saved != here and not kin:
+        known = next(((family, states) for family, states in _KIN if here in family), None)
+        if saved is not None:
+            fits = saved == here or (known is not None and saved in known[0])
+        else:
+            there = {state for name in self._matching.parameters.values() for state in self._states(name)}
+            fits = known is None or not there or there - _NOT_ALWAYS == known[1] - _NOT_ALWAYS
+            saved = f"with {', '.join(sorted(there))}"
+        if not fits:
             raise CheckpointError(
                 f"{self.source.facts()['path']} has the states of the optimizer {saved}, and this engine has {here}; "
                 "pass load_optimizer_states=False to start it anew, or use the same optimizer"

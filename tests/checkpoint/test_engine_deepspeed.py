@@ -110,6 +110,12 @@ def wrong_optimizer(folder):
     return error
 
 
+@pytest.mark.parametrize("name", ["z2bf16", "u_z3bf16"])
+def test_states_of_another_optimizer_are_refused(pools, name):
+    for kind, text in pools(1).run(wrong_optimizer, str(FIXTURES / name)):
+        assert kind == "CheckpointError" and "with exp_avg, exp_avg_sq" in text and "Lion" in text
+
+
 def resave(folder, again):
     engine = engine_for_fixture(3, "fp32")
     engine.load_checkpoint(folder)
