@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .verify import Advance, Problem
+    from .verifying import Advance, Problem
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is wrong; return 0 when nothing is, else 1."""
-    from .verify import verify
+    from .verifying import verify
 
     folder = Path(args.dir)
     found: dict[str, list[Problem]] = {}
@@ -53,7 +53,7 @@ def _progress(folder: Path, tag: str | None) -> Iterator[tuple[str, Advance | No
     """Yield the checkpoint's name, and what shows how far it has been read."""
     from .directory import holds_ours
     from .progress import Progress
-    from .verify import data_bytes, target_of
+    from .verifying import data_bytes, target_of
 
     if not holds_ours(folder, tag):
         yield str(folder / tag if tag else folder), None

@@ -7,6 +7,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,8 @@ class Image:
         self._tensors = [tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0) for tensor in tensors]
         self._dtypes = [tensor.dtype for tensor in tensors]
         self.device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        # what is queued on the device until now belongs to the state; copies wait for it and for nothing that comes later
+        self._ready = None if self.device is None else torch.accelerator.current_stream(self.device).record_event()
         self._starts = [item.at - FRAMING.header_bytes(len(item.sizes)) for item in items]
         self.num_bytes = FRAMING.after(items[-1].end) if items else 0
         # per item the CRC-32 of each part of its data that lies in one block of the file
@@ -51,6 +54,22 @@ class Image:
     def frame(self, index: int) -> ItemFrame:
         """Return what stands around the data of an item."""
         return item_frame(self.items[index].sizes, self._dtypes[index])
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """A context in which `fill` copies from an accelerator beside what the training thread computes."""
+        if self._ready is None:
+            yield
+            return
+        stream = torch.Stream(self.device)
+        stream.wait_event(self._ready)
+        with stream:
+            yield
+
+    def wait_for_copies(self) -> None:
+        """Return when what `fill` copied inside `copying` has arrived."""
+        if self.device is not None:
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def overlapping(self, low: int, high: int) -> range:
         """Return the numbers of the items that have bytes in [low, high) of the file."""
@@ -116,12 +135,6 @@ def _put(buffer: torch.Tensor, low: int, content: bytes, at: int) -> None:
         view_of(buffer)[first - low : last - low] = content[first - at : last - at]
 
 
-def _wait_for_copies(image: Image) -> None:
-    """Wait until copies from an accelerator have arrived."""
-    if image.device is not None:
-        torch.accelerator.current_stream(image.device).synchronize()
-
-
 class ImageWriter:
     """Brings an image to the disk: one thread fills aligned buffers, others sum and write them.
 
@@ -147,9 +160,10 @@ class ImageWriter:
             self._staged = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
             self._staged = aligned_buffer(round_up(image.num_bytes), self._pinned)
         staged = self._staged[: round_up(image.num_bytes)]
-        for low in range(0, image.num_bytes, CHUNK_BYTES):
-            image.fill(low, staged[low : low + CHUNK_BYTES])
-        _wait_for_copies(image)
+        with image.copying():
+            for low in range(0, image.num_bytes, CHUNK_BYTES):
+                image.fill(low, staged[low : low + CHUNK_BYTES])
+            image.wait_for_copies()
         return staged
 
     def write(self, image: Image, path: Path, staged: torch.Tensor | None = None) -> None:
@@ -177,7 +191,7 @@ class ImageWriter:
                 free.put(whole)
 
         with Output(path, image.num_bytes) as output:
-            with Workers(self._threads, "write") as workers:
+            with image.copying(), Workers(self._threads, "write") as workers:
                 for low in starts:
                     length = min(CHUNK_BYTES, round_up(image.num_bytes - low))
                     whole = free.get() if staged is None else staged[low : low + length]
@@ -185,6 +199,6 @@ class ImageWriter:
                         break  # the disk is full, or worse: the rest need not be tried
                     if staged is None:
                         image.fill(low, whole[:length])
-                        _wait_for_copies(image)
+                        image.wait_for_copies()
                     workers.submit(partial(finish, low, whole[:length], whole))
             output.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import threading
 import time
@@ -34,13 +35,14 @@ class SaveRecord:
     num_bytes: int = 0
     write_s: float = 0.0
     buffer_bytes: int = 0
+    peak_memory_bytes: int = 0  # of the whole process so far
     error: str = ""
 
     def __str__(self) -> str:
         rate = self.num_bytes / max(self.write_s, 1e-9) / 1e6
         return (
             f"stall {self.stall_s:.2f} s, {self.num_bytes / 1e6:,.1f} MB a rank in {self.write_s:.2f} s ({rate:,.0f} MB/s), "
-            f"{self.buffer_bytes / 1e6:,.1f} MB of buffers"
+            f"{self.buffer_bytes / 1e6:,.1f} MB of buffers, peak host memory {self.peak_memory_bytes / 1e9:.2f} GB"
         )
 
 
@@ -71,22 +73,27 @@ class SaveJob:
     finished: threading.Event = field(default_factory=threading.Event)
 
     def run(self, stage: bool) -> None:
-        """Do all of it; with `stage` first copy the tensors away. Never raises."""
+        """Do all of it; with `stage` first copy the tensors away. What goes wrong is in the record."""
         began = time.perf_counter()
+        self.record.error = f"rank {self.rank} was interrupted"
         try:
-            report = self._write(stage)
+            self._agree(self._report(stage))
         except Exception as error:
             self.record.error = f"rank {self.rank}: {_said(error)}"
-            report = {"error": self.record.error}
+        finally:
+            self.record.write_s = time.perf_counter() - began
+            self.record.buffer_bytes = self.writer.buffer_bytes
+            self.record.peak_memory_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self.finished.set()
+
+    def _report(self, stage: bool) -> dict[str, Any]:
+        """Write this rank's files and return what rank 0 is to know of it."""
+        try:
+            return self._write(stage)
+        except Exception as error:
+            return {"error": f"rank {self.rank}: {_said(error)}"}
         finally:
             self.staged.set()
-        try:
-            self._agree(report)
-        except Exception as error:
-            self.record.error = self.record.error or f"rank {self.rank}: {_said(error)}"
-        self.record.write_s = time.perf_counter() - began
-        self.record.buffer_bytes = self.writer.buffer_bytes
-        self.finished.set()
 
     # ---- this rank's files
 

@@ -23,15 +23,13 @@ class Matching:
 
     Attributes:
         parameters: plain name of a placed parameter -> its name in the checkpoint; those that keep their values are absent.
-        buffers: name here -> (buffer here, its saved value).
-        buffer_names: names there of the buffers that have a counterpart.
+        buffers: name here -> (buffer here, its name there, its saved value).
         missing: names that the checkpoint lacks. unexpected: names there that the model lacks.
         remarks: lines about what is different but no error.
     """
 
     parameters: dict[str, str] = field(default_factory=dict)
-    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    buffer_names: set[str] = field(default_factory=set)
+    buffers: dict[str, tuple[torch.Tensor, str, torch.Tensor]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -79,7 +77,7 @@ def match(module: nn.Module, units: Sequence[Unit], source: Source, rename: Rena
             "or leave these out with rename=lambda name: None if ... else name"
         )
     spared |= {name for name in names.buffers if translate(name) is None}
-    used = set(found.parameters.values()) | found.buffer_names | spared | set(names.aliases)
+    used = set(found.parameters.values()) | {name for _, name, _ in found.buffers.values()} | spared | set(names.aliases)
     used |= {alias for parameter in source.parameters.values() for alias in parameter.aliases}
     found.unexpected = [name for name in [*source.parameters, *held] if name not in used]
     return found
@@ -104,8 +102,7 @@ def _match_buffers(
             continue
         if saved.shape != buffer.shape:
             shapes.append(f"buffer {own!r} is {tuple(buffer.shape)} here and {tuple(saved.shape)} in the checkpoint")
-        found.buffers[own] = (buffer, saved)
-        found.buffer_names.add(name)
+        found.buffers[own] = (buffer, name, saved)
 
 
 def check(found: Matching, source: Source, strict: bool) -> None:

@@ -104,8 +104,8 @@ class Restorer:
         with torch.no_grad():
             _execute(self.source, reads)
             own = self._own_buffers()
-            for here, (buffer, saved) in self._matching.buffers.items() if self.with_weights else ():
-                buffer.copy_(own.get(here, saved))
+            for buffer, name, saved in self._matching.buffers.values() if self.with_weights else ():
+                buffer.copy_(own.get(name, saved))
         if self._loads_states():
             assert self.optimizer is not None
             self.optimizer.restart(runs, [states[index] for index in range(len(runs))])

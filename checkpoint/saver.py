@@ -113,6 +113,11 @@ class Saver:
 
     # ---- what a save in flight means for training
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._job is not None and not self._job.finished.is_set()
+
     def wait_staged(self) -> None:
         """Return when the tensors of a save in flight have been copied and may change."""
         job = self._job

@@ -105,6 +105,11 @@ class Saving:
         """What the last save cost, once it has ended."""
         return None if self._saver is None else self._saver.last
 
+    @property
+    def saves_now(self) -> bool:
+        """Whether a save is in flight."""
+        return self._saver is not None and self._saver.busy
+
     # ---- saving
 
     def save(

@@ -149,6 +149,14 @@ class EngineSurface:
         )
         return True
 
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is in flight; what became of it is said.
+
+        Weights may be written to at any time through the engine, stateroom.zero and stateroom.utils, which wait for the copy
+        that a save takes. A script that writes into whole parameters by itself (`param.data.mul_()`) calls this before.
+        """
+        self.saving.wait()
+
     def load_checkpoint(
         self,
         load_dir: str | Path,

@@ -18,7 +18,7 @@ from engine_jobs import differences, listen, new_engine, states_of, train
 from oracle import error_of
 from stateroom.checkpoint.directory import find
 from stateroom.checkpoint.native import NativeSource
-from stateroom.checkpoint.verify import verify, verify_folder
+from stateroom.checkpoint.verifying import verify, verify_folder
 from torch import nn
 
 

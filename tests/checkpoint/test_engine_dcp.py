@@ -102,7 +102,7 @@ def large(folder):
 def test_tensors_larger_than_an_item_are_cut(pools, tmp_path):
     import torch.distributed.checkpoint as dcp
     from stateroom.checkpoint.native import NativeSource
-    from stateroom.checkpoint.verify import verify
+    from stateroom.checkpoint.verifying import verify
 
     expected = pools(2).run(large, str(tmp_path))[0]
     state = {name: torch.zeros_like(value) for name, value in expected.items()}

@@ -124,7 +124,7 @@ def resave(folder, again):
 
 
 def test_what_was_deepspeeds_is_saved_in_our_own_form(pools, tmp_path):
-    from stateroom.checkpoint.verify import verify
+    from stateroom.checkpoint.verifying import verify
 
     pools(2).run(resave, str(FIXTURES / "z3bf16"), str(tmp_path))
     assert verify(tmp_path) == []

@@ -16,7 +16,7 @@ from oracle import error_of
 from stateroom.checkpoint.directory import Tag, tags
 from stateroom.checkpoint.interval import Every, Schedule, daly_interval_s
 from stateroom.checkpoint.retention import PINNED, pin, prune, superfluous, unpin
-from stateroom.checkpoint.verify import verify
+from stateroom.checkpoint.verifying import verify
 
 
 def lost_share(interval_s, save_s, mtbf_s):
