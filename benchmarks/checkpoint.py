@@ -68,8 +68,8 @@ def step(engine: Any, rows: int) -> float:
 
 
 def raw_write(path: Path, num_bytes: int) -> float:
-    """Return the rate in MB/s of writing zeros sequentially, one thread, 8 MiB at a time, past the page cache, with fsync."""
-    buffer = aligned_buffer(CHUNK_BYTES).zero_()
+    """Return the rate in MB/s of writing noise sequentially, one thread, 8 MiB at a time, past the page cache, with fsync."""
+    buffer = aligned_buffer(CHUNK_BYTES).random_()
     began = time.perf_counter()
     with Output(path, num_bytes) as output:
         for at in range(0, num_bytes, CHUNK_BYTES):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from .deepspeed import pickling
 from .deepspeed.pickling import record
 from .deepspeed.source import DeepSpeedSource
 from .elements import Elements
@@ -53,11 +55,22 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class ValueFile:
-    """A number, or a dictionary without large tensors."""
+    """A number, or a dictionary without large tensors, as the bytes of its file: records of classes cannot be sent otherwise."""
 
     path: str
-    value: Any
-    num_bytes: int = 1024
+    content: bytes = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.content)
+
+
+def value_file(path: str, value: Any) -> ValueFile:
+    """Return the file that torch.save would make of a value."""
+    content = io.BytesIO()
+    pickling.save(value, content)
+    return ValueFile(path, content.getvalue())
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,8 @@ def plan(source: Source, stage: int | None, strict: bool) -> tuple[list[File], l
     if own and isinstance(source, DeepSpeedSource):
         files += [CopiedFile(path.name, str(path), path.stat().st_size) for path in source.model_files]
     else:
-        files.append(ValueFile(f"{'zero_pp_rank_0_' if target == 3 else ''}mp_rank_00_model_states.pt", _model_states(source)))
-    files.append(ValueFile(f"{ZERO}/{OPTIMIZER_STATE}", _common(source, own, target)))
+        files.append(value_file(f"{'zero_pp_rank_0_' if target == 3 else ''}mp_rank_00_model_states.pt", _model_states(source)))
+    files.append(value_file(f"{ZERO}/{OPTIMIZER_STATE}", _common(source, own, target)))
     everything = not (own and target == 3)  # the model states of ZeRO-3 hold buffers and frozen parameters themselves
     for name in source.parameters:
         if source.parameters[name].trainable or everything:
@@ -155,7 +168,7 @@ def _parameter_files(source: Source, name: str, bare: bool, common_step: Scalar 
         files.append(TensorFile(_path(name, MASTER), source.elements(name, WEIGHT), source.parameters[name].shape, bare, tags))
     for key, value in source.scalars(name).items():
         if key != STEP or common_step is None:
-            files.append(ValueFile(_path(name, key), value))
+            files.append(value_file(_path(name, key), value))
     return files
 
 
@@ -180,7 +193,7 @@ def _buffer_files(source: Source) -> list[File]:
         return files
     for name, tensor in source.buffers().items():
         content = tensor.float() if tensor.is_floating_point() else tensor
-        files.append(ValueFile(_path(name, MASTER), {PARAM: content}, content.nbytes + 1024))
+        files.append(value_file(_path(name, MASTER), {PARAM: content}))
     return files
 
 

@@ -80,7 +80,7 @@ def _fill(file: File, out: BinaryIO) -> None:
     elif isinstance(file, TensorFile):
         _save_tensor(out, file)
     else:
-        pickling.save(file.value, out)
+        out.write(file.content)
 
 
 def _save_tensor(out: BinaryIO, file: TensorFile) -> None:

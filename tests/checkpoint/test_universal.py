@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from by_hand import FIXTURES, raw
 from stateroom import CheckpointError
-from stateroom.checkpoint import convert_to_universal, open_source
+from stateroom.checkpoint import convert_to_universal, open_source, universal_work
 from stateroom.checkpoint.ds_to_universal import main as command
+from stateroom.checkpoint.universal_plan import plan
 
 OUT = "global_step2_universal"
 WRITTEN = FIXTURES / "written"
@@ -209,6 +212,14 @@ def same(a: Path, b: Path) -> bool:
     return all(torch.equal(torch.as_tensor(value), torch.as_tensor(right[key])) for key, value in left.items())
 
 
+@pytest.mark.parametrize("name", ["z1fp32", "z3bf16", "moe2", "written/z0_fp16_adamw", "written/t1_bf16", "written/m2_bf16_ep2"])
+def test_any_file_can_be_given_to_another_process(name):
+    """Their descriptions are sent, with those of DeepSpeed's objects in them; the larger checkpoint has none."""
+    files, _ = plan(open_source(FIXTURES / name), None, True)
+    (work,) = universal_work.batches(Path("x"), files[:60])
+    assert pickle.loads(pickle.dumps(work)) == work
+
+
 def test_what_another_input_left_is_not_taken_over(larger, tmp_path):
     """A stopped conversion of one checkpoint, then the same output from another one."""
     left = tmp_path / ".u.converting"
@@ -236,6 +247,15 @@ def test_a_truncated_finished_file_is_written_again(tmp_path, monkeypatch):
     assert torch.equal(
         open_source(tmp_path / "u").tensor("l1.weight", "fp32"), open_source(FIXTURES / "z1fp32").tensor("l1.weight", "fp32")
     )
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+    from stateroom.checkpoint import universal
+
+    monkeypatch.setattr(universal.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match=r"has 1\.0 kB free, .* are needed"):
+        convert_to_universal(FIXTURES / "z1fp32", tmp_path / "u")
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 def stop(*args: object) -> None:
