@@ -235,7 +235,9 @@ class Restorer:
         for key, value in self._scalars(first).items():
             if key == "step" and type(value) in (int, float) and not isinstance(self.source, NativeSource):
                 value = torch.tensor(float(value))  # as torch's optimizers and ours count
-            state[key] = value.to(run.tensor.device) if on_device and isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):  # a copy: each run counts its own steps
+                value = value.to(run.tensor.device, copy=True) if on_device else value.clone()
+            state[key] = value
         return state
 
     def _whole_state(self, run: Run, name: str, key: str, reads: list[Read]) -> torch.Tensor:

@@ -60,6 +60,8 @@ def load(folder, stage, precision):
     lines = listen(engine)
     path, client = engine.load_checkpoint(folder)
     states, lr = states_of(engine), engine.get_lr()
+    steps = [state["step"] for state in engine.optimizer.inner.state.values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps), "each run must count its own steps"
     loss = engine(torch.arange(8).view(2, 4) % 10)
     engine.backward(loss)
     engine.step()
