@@ -13,6 +13,7 @@ _LAZY = {
     "load_state_dict_from_checkpoint": ".state_dict",
     "convert_to_universal": ".universal",
     "export": ".exporting",
+    "import_checkpoint": ".importing",
     "verify": ".verifying",
     "pin": ".retention",
     "unpin": ".retention",

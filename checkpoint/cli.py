@@ -24,6 +24,11 @@ COMMANDS = {
         "write weights as safetensors, for transformers, or as files of torch.save",
         "stateroom ckpt export out/ckpt out/weights --format hf",
     ),
+    "import": (
+        ".cli_import",
+        "write a checkpoint of DeepSpeed's, a universal one, or plain weights as one of Stateroom's own",
+        "stateroom ckpt import deepspeed_out runs/llama/checkpoints",
+    ),
 }
 
 USAGE = "usage: stateroom ckpt COMMAND [options]\n\ncommands:\n{rows}\n\nexample: stateroom ckpt ls runs/llama/checkpoints\n"

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from .manifest import MANIFEST, missing_parts, read_manifest, write_durably
 
 LATEST = "latest"
+_SPARE = 1.02  # file systems need room for more than the bytes themselves
 PARTIAL, OLD, DELETING = ".partial", ".old", ".deleting"
 
 
@@ -126,6 +127,26 @@ def _leftovers(folder: Path) -> Iterator[tuple[Path, str, str]]:
         for path in sorted(folder.glob(f".*{kind}")):
             if path.is_dir():
                 yield path, path.name[1 : -len(kind)], kind
+
+
+def make_room(folder: Path, tag: str, num_bytes: int) -> list[str]:
+    """Make the folder that a tag is written to, and see that the disk has room for it; return what `tidy` had to do first.
+
+    Raises:
+        CheckpointError: there is not enough room; nothing was written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    done = tidy(folder)
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if num_bytes * _SPARE > free:
+        raise CheckpointError(
+            f"the checkpoint {folder / tag} needs {num_bytes:,} bytes and {folder} has {free:,} free; nothing was written. "
+            "Make room, lower checkpoint.keep_last, or save elsewhere"
+        )
+    partial_path(folder, tag).mkdir()
+    sync_folder(folder)
+    return done
 
 
 # ---- being found

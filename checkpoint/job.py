@@ -17,11 +17,11 @@ import torch
 from ..errors import CheckpointError, StateroomError
 from .board import Board
 from .collect import Collected
-from .container import METADATA_FILE, StoredTensor, metadata_bytes
+from .container import FRAMING, METADATA_FILE, StoredTensor, metadata_bytes
 from .directory import commit, examine, partial_path, sync_folder
 from .image import Image, ImageWriter
 from .manifest import dump_json, index_file, rank_file, read_checked, write_durably, write_manifest
-from .plan import data_file
+from .plan import data_file, place
 
 _DONE = "outcome"
 
@@ -85,6 +85,12 @@ class SaveJob:
             self.record.buffer_bytes = self.writer.buffer_bytes
             self.record.peak_memory_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             self.finished.set()
+
+    def write_apart(self) -> None:
+        """Write this rank's files and leave word of it, without waiting for the others. What goes wrong is in the record."""
+        report = self._report(False)
+        self.record.error = report["error"]
+        self.board.put(_reporter(self.rank), json.dumps(report))
 
     def _report(self, stage: bool) -> dict[str, Any]:
         """Write this rank's files and return what rank 0 is to know of it."""
@@ -220,6 +226,18 @@ class _Merged:
     def stored(self) -> dict[str, StoredTensor]:
         """Return the tensors as the metadata wants them."""
         return {key: StoredTensor(getattr(torch, dtype), tuple(shape), pieces) for key, (dtype, shape, pieces) in self.tensors.items()}
+
+
+def image_of(collected: Collected) -> Image:
+    """Lay the collected tensors out as a file."""
+    items = place(collected.pieces, FRAMING)
+    source = {(piece.key, piece.start): (piece, tensor) for piece, tensor in zip(collected.pieces, collected.tensors, strict=True)}
+    tensors, piece, tensor = [], None, None
+    for item in items:
+        piece, tensor = source.get((item.key, item.start), (piece, tensor))
+        assert piece is not None and tensor is not None
+        tensors.append(tensor[item.start - piece.start : item.start - piece.start + item.numel])
+    return Image(items, tensors)
 
 
 def _written(path: Path, content: bytes) -> dict[str, Any]:

@@ -144,8 +144,12 @@ class NativeSource(Source):
 
     def loss_scaler(self) -> dict[str, Any] | None:
         """Return the loss scaler's state."""
-        state = from_json(self.manifest["loss_scaler"])
-        return {**state, "cur_scale": state["scale"]}
+        state = self.scale_state()
+        return None if state is None else {**state, "cur_scale": state["scale"]}
+
+    def scale_state(self) -> dict[str, Any] | None:
+        """Return the loss scaler's state as the engine's scalers keep it."""
+        return from_json(self.manifest["loss_scaler"])
 
     def counters(self) -> dict[str, int]:
         """Return the counters."""

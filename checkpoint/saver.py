@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
 import weakref
@@ -27,17 +26,14 @@ from ..zero.unit import Unit
 from . import portable
 from .board import Board
 from .collect import Collected, collect, short
-from .container import FRAMING
-from .directory import check_tag, partial_path, sync_folder, tidy
+from .directory import check_tag, make_room
 from .disk import view_of
 from .image import Image, ImageWriter
-from .job import SaveJob, SaveRecord
+from .job import SaveJob, SaveRecord, image_of
 from .manifest import FORMAT, dump_json, pack_bounds
 from .names import ModuleNames, names_of, plain
-from .plan import place
 
 PATIENCE_S = 3600.0  # a rank that writes for longer without a word is taken for lost
-_SPARE = 1.02  # file systems need room for more than the bytes themselves
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ class Saver:
             check_tag(tag)
             follow_writes(contents.units)
             prepared.collected = collect(contents.units, contents.optimizer, names, differing, trainable_only=contents.trainable_only)
-            prepared.image = _image_of(prepared.collected)
+            prepared.image = image_of(prepared.collected)
             own = {**contents.own, "extra_state": {name: module.get_extra_state() for name, module in names.extra.items()}}
             own["buffers"] = {name: _buffer(names, name).detach().cpu() for name in differing}
             prepared.own = portable.dump(own, "save_checkpoint: what this rank saves")
@@ -227,7 +223,8 @@ class Saver:
         trouble = ""
         if not errors and self._comm.rank == 0:
             try:
-                self._make_room(folder, tag, sum(num_bytes for *_, num_bytes in said))
+                for line in make_room(folder, tag, sum(num_bytes for *_, num_bytes in said)):
+                    self._warn(f"save_checkpoint: {line}")
             except (StateroomError, OSError) as error:
                 trouble = str(error)
         if not errors:
@@ -235,21 +232,6 @@ class Saver:
         if errors:
             raise CheckpointError("; ".join(errors))
         return given[0]
-
-    def _make_room(self, folder: Path, tag: str, num_bytes: int) -> None:
-        """Make the folder that is written to, and see that the disk has room for it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for line in tidy(folder):
-            self._warn(f"save_checkpoint: {line}")
-        disk = os.statvfs(folder)
-        free = disk.f_bavail * disk.f_frsize
-        if num_bytes * _SPARE > free:
-            raise CheckpointError(
-                f"the checkpoint {folder / tag} needs {num_bytes:,} bytes and {folder} has {free:,} free; nothing was written. "
-                "Make room, lower checkpoint.keep_last, or save elsewhere"
-            )
-        partial_path(folder, tag).mkdir()
-        sync_folder(folder)
 
     def _job_of(self, folder: Path, tag: str, prepared: _Prepared) -> SaveJob:
         self._saves += 1
@@ -275,18 +257,6 @@ def _say_at_exit(saver: weakref.ref[Saver]) -> None:
     alive = saver()
     if alive is not None:
         alive.wait()
-
-
-def _image_of(collected: Collected) -> Image:
-    """Lay the collected tensors out as a file."""
-    items = place(collected.pieces, FRAMING)
-    source = {(piece.key, piece.start): (piece, tensor) for piece, tensor in zip(collected.pieces, collected.tensors, strict=True)}
-    tensors, piece, tensor = [], None, None
-    for item in items:
-        piece, tensor = source.get((item.key, item.start), (piece, tensor))
-        assert piece is not None and tensor is not None
-        tensors.append(tensor[item.start - piece.start : item.start - piece.start + item.numel])
-    return Image(items, tensors)
 
 
 def _buffer(names: ModuleNames, name: str) -> torch.Tensor:

@@ -127,6 +127,21 @@ class Source(ABC):
         why = self.gaps().get((name, MASTER)) or self.gaps().get((name, WEIGHT)) or "no file has it"
         raise CheckpointError(f"{self.facts()['path']}: the weights of {name} are not there: {why}")
 
+    def scale_state(self) -> dict[str, Any] | None:
+        """Return the loss scaler's state as the engine's scalers keep it; None where there is none."""
+        saved = self.loss_scaler()
+        if saved is None:
+            return None
+        scale, updates = float(saved["cur_scale"]), int(saved.get("cur_iter", 0))
+        return {
+            "kind": "dynamic" if "cur_iter" in saved else "static",
+            "scale": scale,
+            "updates": updates,
+            "quiet_since": int(saved.get("last_overflow_iter", -1)) + 1,
+            "overflows_left": int(saved.get("cur_hysteresis", 1)),
+            "history": [(updates, scale)],
+        }
+
     def names(self) -> dict[str, str]:
         """Return every name of every parameter, aliases too -> the name in `parameters`."""
         found = {name: name for name in self.parameters}

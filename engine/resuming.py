@@ -177,8 +177,9 @@ def _restore_training(engine: Engine, source: Source, options: LoadOptions) -> d
         _restore_extra(engine, source)
     if options.module_only:
         return _client_state(engine, source)
-    if options.optimizer and engine.optimizer is not None and source.loss_scaler() is not None:
-        engine.scaler.load_state_dict(_scale_state(source))
+    scale = source.scale_state() if options.optimizer and engine.optimizer is not None else None
+    if scale is not None:
+        engine.scaler.load_state_dict(scale)
     scheduler = source.scheduler()
     if options.scheduler and engine.lr_scheduler is not None and scheduler is not None:
         engine.lr_scheduler.load_state_dict(scheduler)
@@ -200,6 +201,8 @@ def _restore_own(engine: Engine, source: NativeSource) -> None:
         engine.training_dataloader.go_to(position)
     rank, world = engine.comm.rank, source.manifest["world"]
     saved = _own_of(engine, source)["rng"]
+    if saved is None:  # imported from what another tool wrote
+        return
     if rank < world:
         set_rng_state(saved)
     else:
@@ -235,19 +238,3 @@ def _derive_rng(saved: dict[str, Any], rank: int) -> None:
 
 def _client_state(engine: Engine, source: Source) -> dict[str, Any]:
     return _own_of(engine, source)["client_state"] if isinstance(source, NativeSource) else source.client_state()
-
-
-def _scale_state(source: Source) -> dict[str, Any]:
-    """Return the loss scaler's state as the engine's scalers keep it."""
-    if isinstance(source, NativeSource):
-        return source.loss_scaler() or {}
-    saved = source.loss_scaler() or {}
-    scale, updates = float(saved["cur_scale"]), int(saved.get("cur_iter", 0))
-    return {
-        "kind": "dynamic" if "cur_iter" in saved else "static",
-        "scale": scale,
-        "updates": updates,
-        "quiet_since": int(saved.get("last_overflow_iter", -1)) + 1,
-        "overflows_left": int(saved.get("cur_hysteresis", 1)),
-        "history": [(updates, scale)],
-    }

@@ -109,13 +109,13 @@ def test_help_usage_and_unknown_commands(capsys):
     for arguments, status in ((["--help"], 0), ([], 2), (["frobnicate"], 2), (["ls"], 2), (["show", "--help"], 0), (["export", "x"], 2)):
         found, out, err = ckpt(capsys, *arguments)
         assert found == status and (out or err)
-    for command in ("ls", "show", "diff", "export"):
+    for command in ("ls", "show", "diff", "export", "import"):
         assert "example: stateroom ckpt" in ckpt(capsys, command, "--help")[1]
 
 
 def test_help_needs_no_tensor_library():
     code = "import sys; from stateroom.__main__ import main\n"
-    code += "for c in ('ls', 'show', 'diff', 'export'): main(['ckpt', c, '--help'])\n"
+    code += "for c in ('ls', 'show', 'diff', 'export', 'import'): main(['ckpt', c, '--help'])\n"
     code += "import stateroom.checkpoint; print(sorted({'torch', 'numpy', 'rich', 'safetensors'} & set(sys.modules)))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip().endswith("[]")
