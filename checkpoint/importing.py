@@ -147,7 +147,7 @@ def _write(source: Source, buffers: Any, folder: Path, tag: str, files: Sequence
     manifest = _facts(source, buffers, len(files))
     with Progress("importing", total) as progress:
         for number in reversed(range(len(files))):
-            own = {"rng": None, "extra_state": {}, "buffers": {}, "client_state": source.client_state() if number == 0 else {}}
+            own = {"rng": None, "extra_state": {}, "buffers": {}, "client_state": source.client_state()}
             collected = _collected(source, buffers, number, files[number])
             job = SaveJob(
                 folder=folder,

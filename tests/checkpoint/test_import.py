@@ -64,7 +64,7 @@ def test_plain_weights(tmp_path, capsys):
 
 def test_a_tag_is_not_written_over_unasked(tmp_path):
     import_checkpoint(FIXTURES / "z1fp32", tmp_path)
-    with pytest.raises(CheckpointError, match="exists already.*--overwrite"):
+    with pytest.raises(CheckpointError, match=r"exists already.*--overwrite"):
         import_checkpoint(FIXTURES / "z2bf16", tmp_path)
     import_checkpoint(FIXTURES / "z2bf16", tmp_path, overwrite=True)
     assert differences(open_source(FIXTURES / "z2bf16"), open_source(tmp_path)) == []
@@ -74,7 +74,7 @@ def test_a_tag_is_not_written_over_unasked(tmp_path):
 
 def test_states_held_in_part_are_an_error_unless_left_out(tmp_path):
     broken = FIXTURES / "written" / "p0_bf16_tied"
-    with pytest.raises(CheckpointError, match="is not complete: state .*--no_strict"):
+    with pytest.raises(CheckpointError, match=r"is not complete: state .*--no_strict"):
         import_checkpoint(broken, tmp_path)
     assert list(tmp_path.iterdir()) == []
     made = import_checkpoint(broken, tmp_path, strict=False)
