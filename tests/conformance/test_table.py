@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import table
 from catalogue import CASES
-
-pytestmark = pytest.mark.full  # with the run that writes the page
 
 
 def test_every_case_has_its_row():
