@@ -18,6 +18,7 @@ from engine_jobs import differences, listen, new_engine, states_of, train
 from oracle import error_of
 from stateroom.checkpoint.directory import find
 from stateroom.checkpoint.native import NativeSource
+from stateroom.checkpoint.retention import VERIFIED
 from stateroom.checkpoint.verifying import verify, verify_folder
 from torch import nn
 
@@ -185,7 +186,7 @@ def damage(path, at, bit):
 def damages_of(folder, count, seed):
     """Draw bit flips over all files, most of them in the data, and some truncations."""
     draw = random.Random(seed)
-    files = sorted(path for path in (folder / "second").iterdir())
+    files = sorted(path for path in (folder / "second").iterdir() if path.name != VERIFIED)  # an empty mark
     data = [path for path in files if path.suffix == ".distcp"]
     for path in files:
         shutil.copy(path, path.with_name(f"whole-{path.name}"))

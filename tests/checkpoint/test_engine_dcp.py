@@ -86,11 +86,11 @@ def test_torch_tools_convert_it(saved, tmp_path):
 
 def large(folder):
     """Items are cut at a limit; here a small one."""
-    from stateroom.checkpoint import container, saver
+    from stateroom.checkpoint import container, job
 
     small = container.FRAMING._replace(limit_bytes=1000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "FRAMING", small)
+        patch.setattr(job, "FRAMING", small)
         engine = new_engine("gpt", 1)
         train(engine, "gpt", 1)
         engine.save_checkpoint(folder)

@@ -129,27 +129,27 @@ import torch
 import stateroom
 from stateroom import comm
 
-steps, saved = 40, "model.pt"
 stateroom.init_distributed()
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "steps_per_print": 100000}
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {"stage": 2},
+    "checkpoint": {"keep_last": 2},
+    "steps_per_print": 100000,
+}
 engine, _, _, _ = stateroom.initialize(model=model, config=config)
-begin = 0
-if os.path.exists(saved):
-    state = torch.load(saved)
-    engine.load_module_state_dict(state["model"])
-    begin = state["step"]
+engine.load_checkpoint("saves")
+begin = engine.global_steps
 world = comm.get_world_size()
 print(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']} begins at {begin} with {world}", flush=True)
-for step in range(begin, steps):
+for step in range(begin, 40):
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    state = {"model": engine.module_state_dict(), "step": step + 1}
     if comm.get_rank() == 0:
-        torch.save(state, saved + ".part")
-        os.replace(saved + ".part", saved)
         open("log.txt", "a").write(f"{step} {world}\\n")
+    engine.save_checkpoint("saves")
     time.sleep(0.1)
 engine.destroy()
 """
