@@ -108,7 +108,7 @@ def changed_while_copied(folder, stage, precision, writer):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [pytest.param(0, "fp32", marks=pytest.mark.full), (2, "bf16"), (3, "fp32")])
 def test_nothing_changes_what_is_being_copied(pools, tmp_path, stage, precision, writer):
     """Every way to write weights or states asks first, and waits for the copy."""
     for before, after, saved in pools(2).run(changed_while_copied, str(tmp_path), stage, precision, writer):
@@ -195,8 +195,9 @@ def broken_write(folder, use_async, bad_rank):
     return error, at_next_step, left, latest
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize(
+    ("use_async", "bad_rank"), [(False, 0), (True, 1), *(pytest.param(*case, marks=pytest.mark.full) for case in ((True, 0), (False, 1)))]
+)
 def test_a_failed_write_is_said_and_the_previous_checkpoint_stays(pools, tmp_path, use_async, bad_rank):
     pools(2).close()  # fresh ranks: the file of their store must stay below the limit too
     for error, at_next_step, left, latest in pools(2).run(broken_write, str(tmp_path), use_async, bad_rank):

@@ -65,6 +65,7 @@ def plan_load(reader, wanted):
     return found
 
 
+@pytest.mark.full
 def test_a_save_and_a_load_on_a_thousand_ranks_are_planned_in_seconds():
     """10,008 parameters with three states each: 10 million items on 1,024 ranks, read by 768 others."""
     saved, wanted = layouts(RANKS), layouts(OTHER_RANKS)

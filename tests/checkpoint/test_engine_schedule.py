@@ -13,6 +13,7 @@ from engine_jobs import listen, new_engine, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import error_of
+from stateroom.__main__ import main
 from stateroom.checkpoint.directory import Tag, tags
 from stateroom.checkpoint.interval import Every, Schedule, daly_interval_s
 from stateroom.checkpoint.retention import PINNED, pin, prune, superfluous, unpin
@@ -158,7 +159,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("use_async", [pytest.param(False, marks=pytest.mark.full), True])
 def test_sigterm_saves_once_and_ends_with_its_status(tmp_path, use_async):
     """Only rank 1 gets the signal; both ranks save and end."""
     path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -209,13 +210,12 @@ def several(folder, count):
     engine.destroy()
 
 
-def ckpt(*args):
-    command = [sys.executable, "-m", "stateroom", "ckpt", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
+def test_commands(pools, tmp_path, capsys):
+    def ckpt(*args):
+        status = main(["ckpt", *map(str, args)])
+        said = capsys.readouterr()
+        return status, said.out + said.err
 
-
-def test_commands(pools, tmp_path):
     pools(1).run(several, str(tmp_path), 3)
     status, text = ckpt("verify", tmp_path, "--all")
     assert status == 0 and text.count("every byte is what was written") == 3

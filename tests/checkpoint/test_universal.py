@@ -162,7 +162,7 @@ def test_several_processes_write_the_same(larger, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("workers", "most"), [("1", 4), ("2", 3), pytest.param("1", 40, marks=pytest.mark.full), pytest.param("3", 40, marks=pytest.mark.full)]
+    ("workers", "most"), [("1", 3), *(pytest.param(*case, marks=pytest.mark.full) for case in (("2", 3), ("1", 40), ("3", 40)))]
 )
 def test_killed_at_many_instants_the_next_run_ends_with_the_same(workers, most, larger, tmp_path):
     """SIGKILL again and again, each time later; nothing ever stands under the final name before it is complete."""
