@@ -15,7 +15,7 @@ import torch
 
 from .container import FRAMING, ItemFrame, item_frame
 from .crc import combine
-from .disk import Output, aligned_buffer, round_up, view_of
+from ..zero.tiers.disk import Output, aligned_buffer, round_up, view_of
 from .plan import Item
 from .workers import Workers
 

@@ -29,7 +29,7 @@ from .board import Board
 from .collect import Collected, collect, short
 from .container import FRAMING
 from .directory import check_tag, partial_path, sync_folder, tidy
-from .disk import view_of
+from ..zero.tiers.disk import view_of
 from .image import Image, ImageWriter
 from .job import SaveJob, SaveRecord
 from .manifest import FORMAT, dump_json, pack_bounds

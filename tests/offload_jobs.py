@@ -1,0 +1,62 @@
+"""What rank processes run for the tests of tiers: the same few steps, wherever the states rest."""
+
+from __future__ import annotations
+
+import torch
+from models import batch, build
+from training import cast, config_for, master_weights
+
+OPTIMIZERS = {
+    "adam": {"type": "Adam", "params": {"lr": 2e-3, "adam_w_mode": False, "weight_decay": 0.01}},
+    "adamw": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1}},
+    "momentum": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+    "lamb": {"type": "Lamb", "params": {"lr": 2e-3}},
+    "muon": {"type": "Muon", "params": {"lr": 2e-3}},
+}
+
+
+def offload(stage, optimizer="none", params="none", folder=None, tile=4096, **more):
+    """Return the zero_optimization section; `more` goes into offload_optimizer."""
+    section = {"stage": stage, "sub_group_size": tile}
+    if optimizer != "none":
+        section["offload_optimizer"] = {"device": optimizer, "nvme_path": folder, **more}
+    if params != "none":
+        section["offload_param"] = {"device": params, "nvme_path": folder, "max_in_cpu": 0}
+    return section
+
+
+def train(model_name, zero, optimizer="adamw", precision="fp32", gas=1, steps=3, **extra):
+    """Return (losses, norms, whole weights, whole optimizer states by name) of this rank."""
+    import stateroom
+    from stateroom.utils import safe_get_full_optimizer_state
+
+    config = config_for(0, precision, gas, optimizer=OPTIMIZERS[optimizer], zero_optimization=zero, **extra)
+    engine, *_ = stateroom.initialize(build(model_name), config=config)
+    losses, norms = [], []
+    for step in range(steps):
+        for micro in range(gas):
+            loss = engine(*cast(batch(model_name, step, micro, engine.global_rank), precision))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    keys = ["exp_avg", "exp_avg_sq", "momentum_buffer"]
+    states = {
+        f"{name}.{key}": value
+        for name, param in engine.module.named_parameters()
+        for key in keys
+        if (value := safe_get_full_optimizer_state(param, key)) is not None
+    }
+    weights = master_weights(engine)
+    engine.destroy()
+    return losses, norms, weights, states
+
+
+def same(found, wanted, what=""):
+    """Compare two results of `train` bit for bit."""
+    assert found[0] == wanted[0], (what, found[0], wanted[0])
+    assert found[1] == wanted[1], (what, found[1], wanted[1])
+    for mine, theirs in ((found[2], wanted[2]), (found[3], wanted[3])):
+        assert mine.keys() == theirs.keys(), what
+        for name, value in theirs.items():
+            assert torch.equal(mine[name], value), f"{what}: {name} is off by {(mine[name] - value).abs().max().item()}"
