@@ -23,13 +23,13 @@ from ..parallel.distributed import default_store
 from ..version import __version__
 from ..zero.intact import follow_writes
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.tiers.disk import view_of
 from ..zero.unit import Unit
 from . import portable
 from .board import Board
 from .collect import Collected, collect, short
 from .container import FRAMING
 from .directory import check_tag, partial_path, sync_folder, tidy
-from ..zero.tiers.disk import view_of
 from .image import Image, ImageWriter
 from .job import SaveJob, SaveRecord
 from .manifest import FORMAT, dump_json, pack_bounds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,9 @@ from ..errors import ConfigError
 from ..ledger import OptimizerRecord
 from ..ledger.states import optimizer_states
 from ..parallel.collectives import Collectives
+from ..zero.tiers.disk import round_up
 from ..zero.tiers.options import CPU, DEVICE, NVME, SUB_GROUP_NUMEL, TierOptions
+from ..zero.tiers.space import ALIGN
 from ..zero.tiers.tiers import Tiers
 from .groups import Prepared
 from .optimizers import Lamb, Muon, is_elementwise
@@ -77,16 +78,16 @@ def _options(cfg: Config, prepared: Prepared | None) -> TierOptions:
     return TierOptions(
         optimizer=DEVICE if to_optimizer == "none" else to_optimizer,
         params=DEVICE if to_params == "none" else to_params,
-        optimizer_path=Path(optimizer.nvme_path) if to_optimizer == NVME else None,
-        params_path=Path(params.nvme_path) if to_params == NVME else None,
+        optimizer_path=Path(optimizer.nvme_path or "") if to_optimizer == NVME else None,
+        params_path=Path(params.nvme_path or "") if to_params == NVME else None,
         ratio=optimizer.ratio,
-        sub_group_numel=tile,
+        sub_group_numel=max(tile, ALIGN),
         sub_groups=_sub_groups(cfg),
         param_buffers=params.buffer_count,
         param_buffer_numel=params.buffer_size,
         max_params_in_host=params.max_in_cpu,
         pinned=optimizer.pin_memory if to_optimizer != "none" else params.pin_memory,
-        request_bytes=cfg.aio.block_size,
+        request_bytes=round_up(cfg.aio.block_size),
         requests=cfg.aio.queue_depth,
         states=_known_states(prepared),
     )

@@ -25,29 +25,64 @@ def offload(stage, optimizer="none", params="none", folder=None, tile=4096, **mo
     return section
 
 
-def train(model_name, zero, optimizer="adamw", precision="fp32", gas=1, steps=3, **extra):
-    """Return (losses, norms, whole weights, whole optimizer states by name) of this rank."""
+def start(model_name, zero, optimizer="adamw", precision="fp32", gas=1, **extra):
     import stateroom
-    from stateroom.utils import safe_get_full_optimizer_state
 
     config = config_for(0, precision, gas, optimizer=OPTIMIZERS[optimizer], zero_optimization=zero, **extra)
     engine, *_ = stateroom.initialize(build(model_name), config=config)
+    return engine
+
+
+def go_on(engine, model_name, steps, precision="fp32", first=0):
+    """Train and return (losses, norms)."""
     losses, norms = [], []
-    for step in range(steps):
-        for micro in range(gas):
+    for step in range(first, first + steps):
+        for micro in range(engine.gradient_accumulation_steps()):
             loss = engine(*cast(batch(model_name, step, micro, engine.global_rank), precision))
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
         norms.append(engine.get_global_grad_norm())
-    keys = ["exp_avg", "exp_avg_sq", "momentum_buffer"]
-    states = {
+    return losses, norms
+
+
+def states_of(engine):
+    """Return the whole optimizer states by parameter and name."""
+    from stateroom.utils import safe_get_full_optimizer_state
+
+    return {
         f"{name}.{key}": value
         for name, param in engine.module.named_parameters()
-        for key in keys
-        if (value := safe_get_full_optimizer_state(param, key)) is not None
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        if param.requires_grad and (value := safe_get_full_optimizer_state(param, key)) is not None
     }
-    weights = master_weights(engine)
+
+
+def train(model_name, zero, optimizer="adamw", precision="fp32", gas=1, steps=3, **extra):
+    """Return (losses, norms, whole weights, whole optimizer states by name) of this rank."""
+    engine = start(model_name, zero, optimizer, precision, gas, **extra)
+    losses, norms = go_on(engine, model_name, steps, precision)
+    states, weights = states_of(engine), master_weights(engine)
+    engine.destroy()
+    return losses, norms, weights, states
+
+
+def train_and_save(folder, model_name, zero, optimizer="adamw", precision="fp32", steps=2, **extra):
+    """Train, save, train one step more while the save may be in flight, and end."""
+    engine = start(model_name, zero, optimizer, precision, **extra)
+    go_on(engine, model_name, steps, precision)
+    engine.save_checkpoint(folder)
+    go_on(engine, model_name, 1, precision, first=50)
+    engine.destroy()
+
+
+def load_and_train(folder, model_name, zero, optimizer="adamw", precision="fp32", first=2, steps=2, **extra):
+    """Load, train on, and return what `train` returns for the steps after the load."""
+    engine = start(model_name, zero, optimizer, precision, **extra)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    losses, norms = go_on(engine, model_name, steps, precision, first=first)
+    states, weights = states_of(engine), master_weights(engine)
     engine.destroy()
     return losses, norms, weights, states
 

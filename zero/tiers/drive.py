@@ -98,7 +98,7 @@ def _work(tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | Non
         del item, future, task  # or the last one would keep its buffers until the next comes
 
 
-def _dismiss(tasks: queue.SimpleQueue[object], threads: int) -> None:
+def _dismiss(tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None], threads: int) -> None:
     for _ in range(threads):
         tasks.put(None)
 

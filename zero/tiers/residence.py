@@ -99,6 +99,18 @@ class Residence:
         home = self.state_home(key, value.dtype)
         return Stored(home, run.start - home.start, run.stop - home.start)
 
+    def stored_weights(self) -> Stored | None:
+        """Return the unit's own interval of master weights, or of parameters where nobody trains them, as a checkpoint reads it.
+
+        None where they are in memory.
+        """
+        unit = self.unit
+        home = self.shard if unit.master is None or self.shares_master else self.master
+        if home is None or self._holds:
+            return None
+        base = unit.lo if unit.master is None else unit.master_interval[0]
+        return Stored(home, unit.lo - base, unit.hi - base)
+
     # ---- all of it in memory
 
     @contextmanager

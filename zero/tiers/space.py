@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -96,7 +97,7 @@ class Space:
         """Give elements [start, stop) of a unit their place."""
         points = cut_points(start, stop, sorted(spans, key=lambda span: span.start), self.limit)
         found = []
-        for low, high in zip(points, points[1:], strict=False):
+        for low, high in itertools.pairwise(points):
             if high > low:
                 found.append(Tile(unit, low, high, self.numel))
                 self.numel = found[-1].end

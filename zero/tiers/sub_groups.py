@@ -142,8 +142,8 @@ class BySubGroups:
 
     def _stream(self, works: Sequence[Work], factor: float) -> None:
         rooms, count = self._rooms, len(self._rooms)
-        for unit in {id(run.unit): run.unit for work in works for run in work.runs}.values():
-            unit.residence.flush()
+        for home in {id(run.unit): _residence(run) for work in works for run in work.runs}.values():
+            home.flush()
         try:
             self._fetch(works[0], rooms[0])
             for index, work in enumerate(works):
@@ -192,18 +192,18 @@ class BySubGroups:
         return groups
 
     def _on_drive(self, runs: list[Run]) -> list[Work]:
-        tiles = {tile: run.unit for run in runs for tile in [run.unit.residence.tile_of(run)]}
+        tiles = {tile: run.unit for run in runs for tile in [_residence(run).tile_of(run)]}
         found = []
         for group in sub_groups(list(tiles), self._limit):
             members = {(tile.unit, tile.start): tile for tile in group.tiles}
-            mine = [run for run in runs if (run.unit.index, run.unit.residence.tile_of(run).start) in members]
+            mine = [run for run in runs if (run.unit.index, _residence(run).tile_of(run).start) in members]
             found.append(self._work(group, mine))
         return found
 
     def _work(self, group: SubGroup, runs: list[Run]) -> Work:
         """Lay the states of a sub-group out in a buffer."""
         work = Work(runs, group)
-        home: Residence = runs[0].unit.residence
+        home = _residence(runs[0])
         units = {id(run.unit): run.unit for run in runs}.values()
         tiers = self._tiers
 
@@ -221,7 +221,7 @@ class BySubGroups:
         for unit in units:
             for run in unit.optimizer.runs:
                 if run.unit is unit:
-                    for key, value in unit.residence.states_of(run).items():
+                    for key, value in _residence(run).states_of(run).items():
                         add(key, value.dtype)
         for key in self._expected:
             add(key, runs[0].tensor.dtype, reads=False, writes=False)
@@ -249,10 +249,10 @@ class BySubGroups:
             self._publish(work, run, room)
         if room is not None:
             for run in work.runs:
-                run.unit.residence.unbind(run)
+                _residence(run).unbind(run)
 
     def _bind(self, work: Work, run: Run, room: Room) -> None:
-        home: Residence = run.unit.residence
+        home = _residence(run)
         name = MASTER if home.master is not None else PARAMETERS if home.shares_master else None
         if name is not None:
             run.tensor.data = _part(work, (name, run.tensor.dtype), run, room).view(run.tensor.shape)
@@ -261,7 +261,7 @@ class BySubGroups:
 
     def _gradient(self, work: Work, run: Run, room: Room | None, factor: float) -> torch.Tensor:
         home = run.unit.residence
-        if room is None or home.gradients is None:
+        if room is None or home is None or home.gradients is None:
             return run.gradient()
         flat = _part(work, (GRADIENTS, home.gradients.dtype), run, room)
         if factor != 1.0:
@@ -270,7 +270,7 @@ class BySubGroups:
 
     def _collect(self, work: Work, run: Run, room: Room) -> None:
         """Take states that the optimizer has made or exchanged into the buffer."""
-        home: Residence = run.unit.residence
+        home = _residence(run)
         for key, value in self._inner.state.get(run.tensor, {}).items():
             if not home.takes(run, value):
                 continue
@@ -307,6 +307,11 @@ class BySubGroups:
                 room.transfers.append(each.drive.write(each.state, each.dtype, work.group.base, _bytes_of(work, each, room)))
 
 
+def _residence(run: Run) -> Residence:
+    assert run.unit.residence is not None
+    return run.unit.residence
+
+
 def _wait_for_all(rooms: Sequence[Room]) -> None:
     errors = []
     for room in rooms:
@@ -328,7 +333,7 @@ def _bytes_of(work: Work, each: Field, room: Room) -> torch.Tensor:
 def _part(work: Work, kind: tuple[str, torch.dtype], run: Run, room: Room) -> torch.Tensor:
     """Return a run's elements of a state in the buffer, flat."""
     assert work.group is not None
-    at = run.unit.residence.tile_of(run).at(run.start) - work.group.base
+    at = _residence(run).tile_of(run).at(run.start) - work.group.base
     return _bytes_of(work, work.fields[kind], room).view(kind[1])[at : at + run.stop - run.start]
 
 
