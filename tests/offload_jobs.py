@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from models import batch, build
 from training import cast, config_for, master_weights
@@ -85,6 +87,20 @@ def load_and_train(folder, model_name, zero, optimizer="adamw", precision="fp32"
     states, weights = states_of(engine), master_weights(engine)
     engine.destroy()
     return losses, norms, weights, states
+
+
+def with_lines(function, *args, **kwargs):
+    """Run a job and return (its result, the lines that the engine logged on this rank)."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("stateroom")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        return function(*args, **kwargs), lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def same(found, wanted, what=""):
