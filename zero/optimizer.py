@@ -286,9 +286,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         runs = []
         for run in self.runs:
             with run.unit.at_hand():
-                state = dict(self.inner.state.get(run.tensor, {}))
-                if run.unit.residence is not None:
-                    state = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+                state = _copied(self.inner.state.get(run.tensor, {}), run)
             runs.append({"unit": run.unit.name, "start": run.start, "stop": run.stop, "group": run.group, "state": state})
         return {"param_groups": groups, "runs": runs}
 
@@ -309,7 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runs.append(Run(by_name[saved["unit"]], saved["group"], saved["start"], saved["stop"], whole=self._whole))
         if _covered(runs) != _covered(self.runs):
             raise LayoutError("the saved optimizer state covers other intervals than this rank owns: ranks, stage or model differ")
-        self.restart(runs, [dict(saved["state"]) for saved in state_dict["runs"]])
+        self.restart(runs, (_copied(saved["state"], run) for run, saved in zip(runs, state_dict["runs"], strict=True)))
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
 
@@ -414,6 +412,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Sharded({type(self.inner).__name__}, {len(self.runs)} runs on rank {self.comm.rank} of {self.comm.world})"
+
+
+def _copied(state: dict[str, Any], run: Run) -> dict[str, Any]:
+    """Return a run's state, in memory of its own where that of the run comes and goes."""
+    if run.unit.residence is None:
+        return dict(state)
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _covered(runs: Sequence[Run]) -> set[tuple[str, int, int, int]]:
