@@ -25,7 +25,7 @@ from typing import Any
 import stateroom
 import torch
 import torch.nn.functional as F
-from stateroom.checkpoint.disk import Input, Output, aligned_buffer
+from stateroom.zero.tiers.disk import Input, Output, aligned_buffer
 from torch import nn
 
 WIDTH, BYTES_A_PARAMETER = 2048, 12

@@ -11,6 +11,7 @@ import torch
 from ..errors import CheckpointError
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.runs import Run
+from ..zero.tiers.home import Stored
 from ..zero.unit import Unit
 from .names import ModuleNames, plain
 from .plan import Piece, own_pieces, state_key
@@ -22,7 +23,8 @@ class Collected:
     """Tensors to write, and what describes them.
 
     Attributes:
-        pieces, tensors: what to write, side by side; the tensors are flat views of the live states, buffers are copies.
+        pieces, tensors: what to write, side by side; the tensors are flat views of the live states, or what reads those that
+            rest on a drive; buffers are copies.
         described: key -> (dtype, shape) of every tensor that this rank has a part of.
         homes: key -> this rank, for what one rank writes whole.
         scalars: parameter -> its optimizer states that are no tensors, in JSON form.
@@ -31,13 +33,13 @@ class Collected:
 
     rank: int
     pieces: list[Piece] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: list[torch.Tensor | Stored] = field(default_factory=list)
     described: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     homes: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     cuts: list[str] = field(default_factory=list)
 
-    def add(self, piece: Piece, tensor: torch.Tensor) -> None:
+    def add(self, piece: Piece, tensor: torch.Tensor | Stored) -> None:
         """Book one tensor."""
         self.pieces.append(piece)
         self.tensors.append(tensor)
@@ -77,13 +79,12 @@ def collect(
     found = Collected(rank)
     saved = [unit for unit in units if unit.trainable or not trainable_only]
     for unit in saved:
-        value, base = (unit.shard, unit.lo) if unit.master is None else (unit.master, unit.master_interval[0])
-        own = value[unit.lo - base : unit.hi - base].detach()
+        own = _own_weights(unit)
         for part, piece in own_pieces(unit.layout, rank, "", own.element_size()):
             found.add(piece._replace(key=plain(piece.key)), own[part.at : part.at + part.stop - part.start])
         if rank == 0:
             empty = [slot for slot in unit.slots if not slot.numel]
-            found.described.update((plain(slot.name), (short(value.dtype), tuple(slot.shape))) for slot in empty)
+            found.described.update((plain(slot.name), (short(own.dtype), tuple(slot.shape))) for slot in empty)
     if optimizer is not None:
         _collect_states(found, optimizer, {id(unit) for unit in saved})
     for number, (name, (owner, key)) in enumerate(names.buffers.items()):
@@ -92,9 +93,25 @@ def collect(
     return found
 
 
+def _own_weights(unit: Unit) -> torch.Tensor | Stored:
+    """Return this rank's interval of the best weights there are, flat; where they rest on a drive, what reads them."""
+    if unit.residence is not None:
+        unit.residence.flush()
+        stored = unit.residence.stored_weights()
+        if stored is not None:
+            return stored
+    value, base = (unit.shard, unit.lo) if unit.master is None else (unit.master, unit.master_interval[0])
+    return value[unit.lo - base : unit.hi - base].detach()
+
+
+def _flat_state(run: Run, key: str, value: torch.Tensor) -> torch.Tensor | Stored:
+    stored = None if run.unit.residence is None else run.unit.residence.stored(run, key, value)
+    return value.detach().reshape(-1) if stored is None else stored
+
+
 def _collect_states(found: Collected, optimizer: ShardedOptimizer, saved: set[int]) -> None:
     """Add the optimizer's states, those of one name together."""
-    shaped: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
+    shaped: dict[str, list[tuple[Piece, torch.Tensor | Stored]]] = {}
     whole: list[tuple[str, torch.Tensor]] = []
     previous: Run | None = None
     for run in optimizer.runs:
@@ -103,7 +120,7 @@ def _collect_states(found: Collected, optimizer: ShardedOptimizer, saved: set[in
             continue  # what is updated on every rank is written by one
         parts = unit.layout.slices(run.start, run.stop)
         joins = previous is not None and (previous.unit, previous.stop, previous.group) == (unit, run.start, run.group)
-        if joins and not run.whole:
+        if joins and not run.whole and not run.continues:
             found.cuts.append(plain(unit.slots[parts[0].extent].name))
         previous = run
         for state, value in optimizer.inner.state.get(run.tensor, {}).items():
@@ -113,7 +130,8 @@ def _collect_states(found: Collected, optimizer: ShardedOptimizer, saved: set[in
                 key = state_key(plain(extent.name), state)
                 if kind == "shaped":
                     piece = Piece(key, extent.shape, part.start, part.stop, value.element_size())
-                    shaped.setdefault(state, []).append((piece, value.detach().reshape(-1)[part.at : part.at + part.stop - part.start]))
+                    flat = _flat_state(run, state, value)
+                    shaped.setdefault(state, []).append((piece, flat[part.at : part.at + part.stop - part.start]))
                 elif kind == "whole":
                     whole.append((key, value))
                 else:

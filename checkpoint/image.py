@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
+from ..zero.tiers.disk import Output, aligned_buffer, round_up, view_of
+from ..zero.tiers.home import Stored
 from .container import FRAMING, ItemFrame, item_frame
 from .crc import combine
-from .disk import Output, aligned_buffer, round_up, view_of
 from .plan import Item
 from .workers import Workers
 
@@ -36,12 +37,13 @@ class Image:
 
     Args:
         items: as `plan.place` laid them out.
-        tensors: for each item its elements, flat and contiguous, on any device.
+        tensors: for each item its elements, flat and contiguous, on any device, or what reads them from a drive.
     """
 
-    def __init__(self, items: Sequence[Item], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, items: Sequence[Item], tensors: Sequence[torch.Tensor | Stored]) -> None:
         self.items = items
-        self._tensors = [tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0) for tensor in tensors]
+        self._tensors = [_as_bytes(tensor) for tensor in tensors]
+        self.on_drive = any(isinstance(tensor, Stored) for tensor in tensors)  # copying all of it away would fill the memory
         self._dtypes = [tensor.dtype for tensor in tensors]
         self.device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         # what is queued on the device until now belongs to the state; copies wait for it and for nothing that comes later
@@ -84,7 +86,12 @@ class Image:
             _put(buffer, low, self.frame(index).header, start)
             first, last = max(item.at, low), min(item.end, high)
             if first < last:
-                buffer[first - low : last - low].copy_(self._tensors[index][first - item.at : last - item.at], non_blocking=True)
+                source = self._tensors[index]
+                if isinstance(source, Stored):
+                    part = source.bytes_at(first - item.at, last - item.at)
+                else:
+                    part = source[first - item.at : last - item.at]
+                buffer[first - low : last - low].copy_(part, non_blocking=True)
             after = min(FRAMING.after(item.end), high)
             edge = max(edge, after)
             if max(item.end, low) < after:
@@ -118,6 +125,12 @@ class Image:
 
     def _crc_of(self, index: int) -> int:
         return joined_crc(self.items[index].at, self.items[index].end, self.checksums[index])
+
+
+def _as_bytes(tensor: torch.Tensor | Stored) -> torch.Tensor | Stored:
+    if isinstance(tensor, Stored):
+        return tensor
+    return tensor.detach().view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
 
 
 def joined_crc(at: int, end: int, parts: Sequence[int]) -> int:

@@ -104,8 +104,9 @@ class SaveJob:
     # ---- this rank's files
 
     def _write(self, stage: bool) -> dict[str, Any]:
-        staged = self.writer.stage(self.image) if stage else None
-        if stage:
+        staged = None
+        if stage and not self.image.on_drive:  # what rests on a drive is read while it is written; the next update waits for that
+            staged = self.writer.stage(self.image)
             self.staged.set()
         target = partial_path(self.folder, self.tag)
         name = data_file(self.rank)

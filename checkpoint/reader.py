@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..zero.tiers.disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
 from .boxes import box_at
 from .container import FRAMING, item_frame
-from .disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
 from .image import BLOCK_BYTES, joined_crc, segments
 from .manifest import DamagedError, index_file, read_checked, unpack_bounds
 from .workers import each

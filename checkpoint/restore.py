@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,23 +93,44 @@ class Restorer:
             CheckpointError: a file is missing or damaged; weights and states are then a mixture of old and new.
         """
         follow_writes(self.units)
-        reads = [read for unit in self.units for read in self._reads_of(unit)] if self.with_weights else []
+        in_memory = [unit for unit in self.units if unit.residence is None]
+        reads = [read for unit in in_memory for read in self._reads_of(unit)] if self.with_weights else []
         states: dict[int, dict[str, Any]] = {}
         runs: list[Run] = []
         if self._loads_states():
             assert self.optimizer is not None
             self.optimizer.inner.state.clear()  # makes room
             runs = list(self._cut(self.optimizer.fresh_runs()))
-            states = {index: self._states_of(run, reads) for index, run in enumerate(runs)}
+            states = {index: self._states_of(run, reads) for index, run in enumerate(runs) if run.unit.residence is None}
         with torch.no_grad():
             _execute(self.source, reads)
+            self._read_to_drives()
             own = self._own_buffers()
             for buffer, name, saved in self._matching.buffers.values() if self.with_weights else ():
                 buffer.copy_(own.get(name, saved))
         if self._loads_states():
             assert self.optimizer is not None
-            self.optimizer.restart(runs, [states[index] for index in range(len(runs))])
+            self.optimizer.restart(runs, self._each_state(runs, states))
             self._set_groups()
+
+    def _read_to_drives(self) -> None:
+        """Read the weights of units that rest on a drive, one unit after the other."""
+        for unit in self.units if self.with_weights else ():
+            if unit.residence is not None:
+                with unit.at_hand(write=True):
+                    _execute(self.source, list(self._reads_of(unit)))
+
+    def _each_state(self, runs: Sequence[Run], read: Mapping[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the states of the runs, those that rest on a drive read only now."""
+        for index, run in enumerate(runs):
+            if index in read:
+                yield read[index]
+                continue
+            reads: list[Read] = []
+            state = self._states_of(run, reads)
+            with torch.no_grad():
+                _execute(self.source, reads)
+            yield state
 
     def hand_over(self, load: Callable[..., Any]) -> None:
         """Let a function of the script's own bring the weights: `load(src=whole state dict, dst=module)`, as in DeepSpeed.
@@ -212,7 +233,8 @@ class Restorer:
                 if left != right or plain(run.unit.slots[slot].name) in cuts:
                     edges.append(run.unit.layout.extents[slot].offset)
             for start, stop in itertools.pairwise([*edges, run.stop]):
-                yield run if len(edges) == 1 else Run(run.unit, run.group, start, stop, whole=run.whole)
+                continues = run.continues and start == run.start
+                yield run if len(edges) == 1 else Run(run.unit, run.group, start, stop, whole=run.whole, continues=continues)
 
     def _states_of(self, run: Run, reads: list[Read]) -> dict[str, Any]:
         """Return the run's state, its tensors still to be filled by what is added to `reads`."""

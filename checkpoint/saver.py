@@ -22,12 +22,12 @@ from ..parallel.distributed import default_store
 from ..version import __version__
 from ..zero.intact import follow_writes
 from ..zero.optimizer import ShardedOptimizer
+from ..zero.tiers.disk import view_of
 from ..zero.unit import Unit
 from . import portable
 from .board import Board
 from .collect import Collected, collect, short
 from .directory import check_tag, make_room
-from .disk import view_of
 from .image import Image, ImageWriter
 from .job import SaveJob, SaveRecord, image_of
 from .manifest import FORMAT, dump_json, pack_bounds

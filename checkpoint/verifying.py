@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..zero.tiers.disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
 from .directory import find, holds_ours, is_ours, latest_name, tags
-from .disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
 from .manifest import MANIFEST, DamagedError, missing_parts, read_checked, read_manifest, write_durably
 from .opener import open_source
 from .reader import BUFFER_BYTES, THREADS, Segment, Stored, batches, segments_of

@@ -4,35 +4,61 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from .fields import Bool, Float, Int, IntOrAuto, Lower, Section, Str, key
+from .fields import HONOURED, Bool, Float, Int, IntOrAuto, Lower, Section, Str, key, later, no_effect
 
+_THREADS = no_effect("requests are made by threads, one each, and the system orders them")
 Device = Annotated[Literal["none", "cpu", "nvme"], Lower]
 
 
 class OffloadOptimizer(Section):
     """Where optimizer states and master weights rest."""
 
-    device: Device = key("none", "none, cpu or nvme.", alters="placement")
-    pin_memory: Bool = key(True, "Use pinned host buffers.")
-    nvme_path: Str | None = key(None, "Folder for the swap files; required for nvme.")
-    buffer_count: Int = key(4, "Staging buffers for nvme; at least the number of states of a parameter.", ge=1)
-    pipeline_read: Bool = key(False, "Read the next tile while this one is updated.")
-    pipeline_write: Bool = key(False, "Write the last tile while this one is updated.")
-    fast_init: Bool = key(False, "Shortcut for the first write to nvme.")
-    ratio: Float = key(1.0, "Share of the states that is offloaded; below 1 only in stage 3.", ge=0, le=1)
-    super_offload: Bool = key(False, "Overlap of accelerator and host steps for tightly coupled hosts; stage 3.")
-    cpuadam_cores_perc: Float = key(0.8, "Share of the host's cores for super_offload.", ge=0, le=1)
+    device: Device = key("none", "none, cpu or nvme; stages 1 to 3.", effect=HONOURED)
+    pin_memory: Bool = key(True, "Page-lock host memory that an accelerator copies to and from.", effect=HONOURED)
+    nvme_path: Str | None = key(None, "Folder on the drive; required for nvme.", effect=HONOURED)
+    buffer_count: Int = key(
+        4,
+        "Host buffers of one state of one sub-group each; for each 4 of them one sub-group is in memory, at most 3.",
+        effect=HONOURED,
+        ge=1,
+    )
+    pipeline_read: Bool = key(
+        False, "Read the next sub-group while this one is updated; only an explicit false turns it off.", effect=HONOURED
+    )
+    pipeline_write: Bool = key(
+        False, "Write the last sub-group while this one is updated; only an explicit false turns it off.", effect=HONOURED
+    )
+    fast_init: Bool = key(
+        False,
+        "Shortcut for the first write to nvme.",
+        effect=no_effect("room on the drive is reserved; nothing is written before it is there"),
+    )
+    ratio: Float = key(1.0, "Share of the states that is offloaded, in whole units; below 1 only in stage 3.", effect=HONOURED, ge=0, le=1)
+    super_offload: Bool = key(
+        False,
+        "Overlap of accelerator and host steps for tightly coupled hosts; stage 3.",
+        effect=no_effect("the host's update runs by sub-groups, and what is done of it travels meanwhile"),
+    )
+    cpuadam_cores_perc: Float = key(
+        0.8,
+        "Share of the host's cores for super_offload.",
+        effect=no_effect("the update runs on torch's threads; OMP_NUM_THREADS sets them"),
+        ge=0,
+        le=1,
+    )
 
 
 class OffloadParam(Section):
     """Where parameters rest between their uses; stage 3 only."""
 
-    device: Device = key("none", "none, cpu or nvme.", alters="placement")
-    pin_memory: Bool = key(True, "Use pinned host buffers.")
-    nvme_path: Str | None = key(None, "Folder for the swap files; required for nvme.")
-    buffer_count: Int = key(5, "Staging buffers for nvme.", ge=1)
-    buffer_size: Int = key(100_000_000, "Elements of a staging buffer; the largest parameter must fit.", ge=1)
-    max_in_cpu: Int = key(1_000_000_000, "Elements kept in host memory under nvme.", ge=0)
+    device: Device = key("none", "none, cpu or nvme.", effect=HONOURED)
+    pin_memory: Bool = key(True, "Page-lock host memory that an accelerator copies to and from.", effect=HONOURED)
+    nvme_path: Str | None = key(None, "Folder on the drive; required for nvme.", effect=HONOURED)
+    buffer_count: Int = key(5, "Staging buffers between drive and device.", effect=HONOURED, ge=1)
+    buffer_size: Int = key(
+        100_000_000, "Most elements of a staging buffer; a request (aio.block_size) bounds it too.", effect=HONOURED, ge=1
+    )
+    max_in_cpu: Int = key(1_000_000_000, "Elements that stay in host memory under nvme.", effect=HONOURED, ge=0)
 
 
 class ZenFlow(Section):
@@ -52,9 +78,11 @@ class ZenFlow(Section):
 class Aio(Section):
     """Asynchronous file I/O for nvme."""
 
-    block_size: Int = key(1_048_576, "Bytes of one request.", ge=1)
-    queue_depth: Int = key(8, "Requests in flight.", ge=1)
-    intra_op_parallelism: Int = key(1, "Threads that share one transfer.", ge=1)
-    single_submit: Bool = key(False, "Submit requests one by one.")
-    overlap_events: Bool = key(True, "Collect finished requests while others are submitted.")
-    use_gds: Bool = key(False, "Let the accelerator talk to the drive directly.")
+    block_size: Int = key(1_048_576, "Bytes of one request, rounded up to whole sectors of 4096.", effect=HONOURED, ge=1)
+    queue_depth: Int = key(8, "Requests in flight, each on a thread of its own.", effect=HONOURED, ge=1)
+    intra_op_parallelism: Int = key(
+        1, "Threads that share one transfer.", effect=no_effect("every transfer is shared by all threads; queue_depth counts them"), ge=1
+    )
+    single_submit: Bool = key(False, "Submit requests one by one.", effect=_THREADS)
+    overlap_events: Bool = key(True, "Collect finished requests while others are submitted.", effect=_THREADS)
+    use_gds: Bool = key(False, "Let the accelerator talk to the drive directly.", effect=later("states pass through host memory"))

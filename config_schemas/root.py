@@ -48,8 +48,8 @@ class Config(Section):
     memory_breakdown: Bool = key(False, "Print memory at the phases of a step.", effect=HONOURED)
     zero_allow_untested_optimizer: Bool = key(
         False,
-        "Accept any optimizer with ZeRO.",
-        effect=no_effect("any optimizer is accepted; one that is not elementwise gets whole parameters"),
+        "With states on nvme: trust an unknown optimizer to treat each tensor on its own. Elsewhere any is accepted.",
+        effect=HONOURED,
     )
     zero_force_ds_cpu_optimizer: Bool = key(
         True, "With offload refuse torch's optimizers.", effect=no_effect("any optimizer may run on the host")
@@ -94,7 +94,7 @@ class Config(Section):
     torch_autocast: TorchAutocast = section("Forward under torch.autocast.", effect=HONOURED)
     data_types: DataTypes = section("Dtypes of gradients and buffers.", effect=HONOURED)
     zero_optimization: ZeroOptimization = section("Which states are sharded.", effect=HONOURED)
-    aio: Aio = section("File I/O for nvme.", effect=later("nothing is offloaded to nvme"))
+    aio: Aio = section("File I/O for nvme.", effect=HONOURED)
     activation_checkpointing: ActivationCheckpointing = section("Which activations are recomputed.", effect=HONOURED)
     units: Units = section("Which parameters travel together.", effect=HONOURED)
     mesh: Mesh = section("The grid of ranks.", effect=HONOURED)

@@ -74,6 +74,11 @@ def _offload(draft: Draft) -> None:
             draft.refuse((*path, "nvme_path"), 'required when device is "nvme"; give a folder on the drive')
         if device in ("cpu", "nvme") and stage < least:
             draft.note((*path, "device"), "no_effect", f"no effect here because it needs stage {least}{'' if least == 3 else ' or above'}")
+    offloads = any(_lower(draft.get(_ZERO, name, "device")) in ("cpu", "nvme") for name in ("offload_optimizer", "offload_param"))
+    if draft.get(_ZERO, "sub_group_size") is not MISSING and not offloads:
+        draft.note(
+            (_ZERO, "sub_group_size"), "no_effect", "no effect here because nothing is offloaded: the optimizer steps all tensors at once"
+        )
     ratio = draft.get(_ZERO, "offload_optimizer", "ratio")
     try:
         partial = as_float(ratio) < 1

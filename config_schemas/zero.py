@@ -73,7 +73,10 @@ class ZeroOptimization(Section):
         effect=no_effect("a unit is padded once at its end and its layout is part of no file format"),
     )
     sub_group_size: Int = key(
-        1_000_000_000, "Elements of one optimizer tile in stage 3.", effect=no_effect("the optimizer steps unit by unit"), gt=0
+        1_000_000_000,
+        "Elements that are updated together where states are offloaded; left open: 8 Mi; at least 4096.",
+        effect=HONOURED,
+        gt=0,
     )
     stage3_prefetch_bucket_size: Int = key(50_000_000, "Elements gathered ahead of their use.", effect=HONOURED, ge=0)
     stage3_param_persistence_threshold: Int = key(
@@ -140,8 +143,8 @@ class ZeroOptimization(Section):
         "Keep Muon's momentum beside the weights in stage 3.",
         effect=no_effect("optimizer states live with their shard in every stage"),
     )
-    offload_optimizer: OffloadOptimizer = section("Where optimizer states rest.", effect=later("optimizer states stay on the device"))
-    offload_param: OffloadParam = section("Where parameters rest; stage 3.", effect=later("parameters stay on the device"))
+    offload_optimizer: OffloadOptimizer = section("Where optimizer states rest.", effect=HONOURED)
+    offload_param: OffloadParam = section("Where parameters rest; stage 3.", effect=HONOURED)
     zenflow: ZenFlow | None = key(
         None, "Split updates between accelerator and host.", effect=later("every update runs at once"), alters="result"
     )

@@ -22,11 +22,13 @@ from ..zero.model import ShardedModel, UnitOptions
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.parameter import slot_of
 from ..zero.placement import STAGES
+from ..zero.tiers.tiers import Tiers
 from .arguments import find_config
 from .data import EngineLoader
 from .engine import Engine
 from .groups import OptimizerLike, Prepared, prepare
 from .loss_scale import LossScale
+from .offload import is_separable, tiers_of
 from .precision import loss_scale, state_dtypes
 from .progress import Progress, get_logger
 from .regions import Regions, compiler_of
@@ -88,7 +90,8 @@ def initialize(
     _say_notes(cfg, progress)
     _apply_globals(cfg)
     prepared = prepare(model, optimizer, model_parameters, cfg.optimizer, state_dtypes(cfg), fp32_states=not cfg.bf16.bf16_optimizer_states)
-    sharded, sharded_optimizer, scale = _place(model, cfg, prepared, comm)
+    tiers = tiers_of(cfg, model, prepared, comm, progress.say)
+    sharded, sharded_optimizer, scale = _place(model, cfg, prepared, comm, tiers)
     scheduler = _scheduler(lr_scheduler, cfg, sharded_optimizer, prepared)
     regions = _regions(sharded, cfg, compiled_with)
     loader = _loader(training_data, collate_fn, cfg, comm)
@@ -180,10 +183,12 @@ def _check_model(model: nn.Module, device: torch.device) -> None:
 
 
 def _place(
-    model: nn.Module, cfg: Config, prepared: Prepared | None, comm: Collectives
+    model: nn.Module, cfg: Config, prepared: Prepared | None, comm: Collectives, tiers: Tiers | None
 ) -> tuple[ShardedModel, ShardedOptimizer | None, LossScale]:
     zero = cfg.zero_optimization
     placement = STAGES[zero.stage]
+    if tiers is not None:
+        placement = placement.on_tiers(tiers.options.params, tiers.options.optimizer)
     whole = prepared is not None and prepared.whole
     _mark_leaves(model, zero.leaf_module)
     options = UnitOptions(
@@ -195,7 +200,7 @@ def _place(
         in_flight=0 if _overlap_is_off(cfg) else IN_FLIGHT,
     )
     group_of = prepared.group_of if prepared is not None else {}
-    sharded = ShardedModel(model, group_of, placement, comm, state_dtypes(cfg), options, whole=whole)
+    sharded = ShardedModel(model, group_of, placement, comm, state_dtypes(cfg), options, whole=whole, tiers=tiers)
     scale = loss_scale(cfg)
     if prepared is None:
         return sharded, None, scale
@@ -209,6 +214,8 @@ def _place(
         whole=prepared.whole,
         scale=scale,
         clip=cfg.gradient_clipping,
+        tiers=tiers,
+        separable=is_separable(prepared.inner),
     )
     sharded_optimizer.demand_all_gradients = not zero.ignore_unused_parameters
     sharded_optimizer.admit = sharded.growth.admit

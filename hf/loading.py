@@ -230,8 +230,8 @@ def _read_own(unit: Unit, stored: dict[int, str], reader: _Reader) -> None:
     unit.release()
     if unit.sharded and unit.gathered:
         raise CheckpointError(f"unit {unit.name!r} is held by GatheredParameters; leave that context before loading")
-    own = unit.shard if unit.sharded else unit.full[unit.lo : unit.hi]
-    with torch.no_grad():
+    with torch.no_grad(), unit.at_hand(write=True):
+        own = unit.shard if unit.sharded else unit.full[unit.lo : unit.hi]
         for part in unit.layout.slices(unit.lo, unit.hi):
             if part.extent in stored:
                 for at, piece in reader.flat(stored[part.extent], part.start, part.stop):

@@ -104,7 +104,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     if unit.master is None:
         with GatheredParameters(param):
             return param.detach().to(torch.float32, copy=True)
-    return _assemble(slot, unit.master, unit.master_interval).float()
+    with unit.at_hand():
+        return _assemble(slot, unit.master, unit.master_interval).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -115,7 +116,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     slot = _trained_slot(param)
     slot.unit.expect_write()
-    _write(slot, value, slot.unit.master, slot.unit.master_interval)
+    with slot.unit.at_hand(write=True):
+        _write(slot, value, slot.unit.master, slot.unit.master_interval)
     slot.unit.publish().wait()
 
 
@@ -126,7 +128,8 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         return None
     gradients = slot.unit.gradients
     scale = 1.0 if slot.unit.optimizer is None else slot.unit.optimizer.scale.scale
-    return _assemble(slot, gradients.owned, gradients.interval).float() / scale  # type: ignore[arg-type]
+    with slot.unit.at_hand():
+        return _assemble(slot, gradients.owned, gradients.interval).float() / scale  # type: ignore[arg-type]
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -136,14 +139,20 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     if gradients is None or not gradients.reduced:
         raise EngineError(f"parameter {slot.name!r} has no reduced gradient to replace: call this between backward() and step()")
     scale = 1.0 if slot.unit.optimizer is None else slot.unit.optimizer.scale.scale
-    _write(slot, value * scale, gradients.owned, gradients.interval)
+    with slot.unit.at_hand(write=True):
+        _write(slot, value * scale, gradients.owned, gradients.interval)
     gradients.touched[slot.index] = 1
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return one optimizer state (such as "exp_avg") of `param`, whole; scalars as they are; None where there is none yet."""
     slot = _trained_slot(param)
-    pieces = _state_pieces(slot, optim_state_key)
+    with slot.unit.at_hand():
+        return _full_state(slot, optim_state_key)
+
+
+def _full_state(slot: Slot, key: str) -> torch.Tensor | None:
+    pieces = _state_pieces(slot, key)
     known = slot.unit.comm.gather_objects([(p.dtype, p.numel()) if p.dim() else p.item() for _, _, p in pieces])
     known_here = [item for rank in known for item in rank]
     if not known_here:
@@ -162,57 +171,67 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     """Set one optimizer state of `param` to `value` [param.shape]; every rank must call it."""
     slot = _trained_slot(param)
     slot.unit.expect_write()
-    for start, stop, piece in _state_pieces(slot, optim_state_key):
-        base = slot.offset
-        part = value.reshape(-1)[start - base : stop - base].to(piece.device, piece.dtype)
-        piece.copy_(part.view(piece.shape) if piece.dim() else value.reshape(()))
+    with slot.unit.at_hand(write=True):
+        for start, stop, piece in _state_pieces(slot, optim_state_key):
+            base = slot.offset
+            part = value.reshape(-1)[start - base : stop - base].to(piece.device, piece.dtype)
+            piece.copy_(part.view(piece.shape) if piece.dim() else value.reshape(()))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's part of the master weight, flat."""
     slot = slot_of(param)
-    return None if slot is None or slot.unit.master is None else _local(slot, slot.unit.master, slot.unit.master_interval)
+    if slot is None or slot.unit.master is None:
+        return None
+    with slot.unit.at_hand():
+        return _local(slot, slot.unit.master, slot.unit.master_interval)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's part of the reduced gradient, flat, unscaled."""
     slot = slot_of(param)
-    if slot is None or slot.unit.gradients is None or slot.unit.gradients.owned is None:
+    if slot is None or slot.unit.gradients is None or not slot.unit.gradients.reduced:
         return None
     scale = 1.0 if slot.unit.optimizer is None else slot.unit.optimizer.scale.scale
-    return _local(slot, slot.unit.gradients.owned, slot.unit.gradients.interval) / scale
+    with slot.unit.at_hand():
+        return _local(slot, slot.unit.gradients.owned, slot.unit.gradients.interval) / scale  # type: ignore[arg-type]
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return this rank's part of one optimizer state, flat; None where this rank has none."""
-    pieces = _state_pieces(_trained_slot(param), optim_state_key)
-    return torch.cat([piece.reshape(-1) for _, _, piece in pieces]) if pieces else None
+    slot = _trained_slot(param)
+    with slot.unit.at_hand():
+        pieces = _state_pieces(slot, optim_state_key)
+        return torch.cat([piece.reshape(-1) for _, _, piece in pieces]) if pieces else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the master weight; every rank must call it, each with its own part."""
     slot = _trained_slot(param)
     slot.unit.expect_write()
-    _local(slot, slot.unit.master, slot.unit.master_interval).copy_(value.reshape(-1))  # type: ignore[arg-type]
+    with slot.unit.at_hand(write=True):
+        _local(slot, slot.unit.master, slot.unit.master_interval).copy_(value.reshape(-1))  # type: ignore[arg-type]
     slot.unit.publish().wait()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the reduced gradient."""
     slot = _trained_slot(param)
-    if slot.unit.gradients is None or slot.unit.gradients.owned is None:
+    if slot.unit.gradients is None or not slot.unit.gradients.reduced:
         raise EngineError(f"parameter {slot.name!r} has no reduced gradient to replace: call this between backward() and step()")
     scale = 1.0 if slot.unit.optimizer is None else slot.unit.optimizer.scale.scale
-    _local(slot, slot.unit.gradients.owned, slot.unit.gradients.interval).copy_(value.reshape(-1) * scale)
+    with slot.unit.at_hand(write=True):
+        _local(slot, slot.unit.gradients.owned, slot.unit.gradients.interval).copy_(value.reshape(-1) * scale)  # type: ignore[arg-type]
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set this rank's part of one optimizer state."""
-    at = 0
-    _trained_slot(param).unit.expect_write()
-    for _, _, piece in _state_pieces(_trained_slot(param), optim_state_key):
-        piece.copy_(value.reshape(-1)[at : at + piece.numel()].view(piece.shape))
-        at += piece.numel()
+    at, slot = 0, _trained_slot(param)
+    slot.unit.expect_write()
+    with slot.unit.at_hand(write=True):
+        for _, _, piece in _state_pieces(slot, optim_state_key):
+            piece.copy_(value.reshape(-1)[at : at + piece.numel()].view(piece.shape))
+            at += piece.numel()
 
 
 def state_on_first_rank(module: nn.Module, comm: Collectives, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
@@ -264,8 +283,9 @@ def _assemble(slot: Slot, owned: torch.Tensor, interval: tuple[int, int]) -> tor
     if interval == (0, slot.unit.layout.padded):
         return mine.clone().view(slot.shape)
     comm, layout = slot.unit.comm, slot.unit.layout
+    mine = mine.to(comm.device)
     bounds = [min(max(bound - slot.offset, 0), slot.numel) for bound in layout.bounds]
-    whole = torch.empty(slot.numel, dtype=owned.dtype, device=owned.device)
+    whole = torch.empty(slot.numel, dtype=owned.dtype, device=comm.device)
     whole[bounds[comm.rank] : bounds[comm.rank + 1]] = mine
     comm.all_gather(whole, bounds, state="reading", unit=slot.name).wait()
     return whole.view(slot.shape)

@@ -114,6 +114,7 @@ class BackwardPass:
             if self.sync:
                 self._reduce_up_to(len(self._order))
             self._drain(0)
+            self._land()
             if self.sync:
                 for unit in self.units:
                     unit.gradients.expose()  # type: ignore[union-attr]
@@ -135,6 +136,11 @@ class BackwardPass:
             if needed:
                 self._start(unit)
         self._drain(0)
+        self._land()
+
+    def _land(self) -> None:
+        for unit in self.units:
+            unit.gradients.land()  # type: ignore[union-attr]
 
     def after_step(self) -> None:
         """Forget gradients; once, adopt the order of rank 0's first pass."""

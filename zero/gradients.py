@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..parallel.collectives import Pending
+from ..parallel.collectives import DONE, Pending
+from .tiers.copies import copy_down
+from .tiers.home import DiskHome
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+HostMemory = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Gradients:
@@ -21,11 +26,21 @@ class Gradients:
     `owned` between passes.
     """
 
-    def __init__(self, unit: Unit, *, dtype: torch.dtype, wire: torch.dtype, sharded: bool, interval: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        *,
+        dtype: torch.dtype,
+        wire: torch.dtype,
+        sharded: bool,
+        interval: tuple[int, int],
+        home: DiskHome | HostMemory | None = None,
+    ) -> None:
         self.unit = unit
         self.dtype = dtype
         self.wire = wire
-        self.sharded = sharded and unit.comm.world > 1
+        self.home = home if isinstance(home, DiskHome) else None
+        self.sharded = sharded and (unit.comm.world > 1 or home is not None)
         self.interval = interval
         count = len(unit.slots)
         self.filled = bytearray(count)  # has a value in `full`
@@ -37,10 +52,13 @@ class Gradients:
         self.reduced = False  # `owned` holds sums over ranks
         self.exposed = False
         self._everyone = interval == (0, unit.layout.padded)
-        if self.sharded:
-            self._owned_buffer = self._new(interval[1] - interval[0])
-        else:
+        self._landing: Pending = DONE
+        self.norms: list[torch.Tensor] = []  # of the pieces that count for the global norm, where the values are on a drive
+        self.norm_spans: Callable[[], list[tuple[int, int]]] | None = None  # set by the optimizer
+        if not self.sharded:
             self.full = self._new(unit.layout.padded)
+        elif self.home is None:
+            self._owned_buffer = self._new(interval[1] - interval[0], home if callable(home) else None)
 
     @property
     def dirty(self) -> bool:
@@ -98,11 +116,14 @@ class Gradients:
     def _take_over(self, full: torch.Tensor, views: list[torch.Tensor] | None) -> None:
         low, high = self.interval
         part = full[low:high]
-        if self.sharded:
+        if self.home is not None:
+            self._send_home(part)
+        elif self.sharded:
             if self.reduced:
-                self._owned_buffer.add_(part)
+                self.land()
+                self._owned_buffer.add_(part.to(self._owned_buffer.device))
             else:
-                self._owned_buffer.copy_(part)
+                self._landing = copy_down(self._owned_buffer, part)
             self.owned = self._owned_buffer
         else:
             if self.owned is None:
@@ -112,6 +133,28 @@ class Gradients:
             if self.full is None:
                 self.full, self._views = full, views
         self.reduced = True
+
+    def land(self) -> None:
+        """Return when what was sent to host memory is there."""
+        landing, self._landing = self._landing, DONE
+        landing.wait()
+
+    def _send_home(self, part: torch.Tensor) -> None:
+        """Add what waits on the drive to `part`, and put the sum there."""
+        assert self.home is not None
+        if self.reduced:
+            before = torch.empty_like(part)
+            self.home.load(before).wait()
+            part.add_(before)
+        self.put(part)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Let `values`, the reduced gradient of the interval, wait on the drive; only its norms stay."""
+        assert self.home is not None
+        low = self.interval[0]
+        spans = [] if self.norm_spans is None else self.norm_spans()
+        self.norms = norms_of([values[a - low : b - low] for a, b in spans], None)
+        self.home.store(values)
 
     def expose(self) -> None:
         """Show reduced gradients as `param.grad` where this rank holds them whole, in the parameter's dtype."""
@@ -142,7 +185,7 @@ class Gradients:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the buffers that hold memory now."""
-        kept = [self._owned_buffer] if self.sharded else []
+        kept = [self._owned_buffer] if self.sharded and self.home is None else []
         return kept + [buffer for buffer in (self.full, self.owned) if buffer is not None]
 
     def _set_aside(self) -> None:
@@ -162,10 +205,18 @@ class Gradients:
             self.full = self._new(self.unit.layout.padded)
         return self.full
 
-    def _new(self, numel: int) -> torch.Tensor:
+    def _new(self, numel: int, empty: HostMemory | None = None) -> torch.Tensor:
         """Return an uninitialised buffer; only its padding is zero, since it is summed and measured too."""
-        buffer = torch.empty(numel, dtype=self.dtype, device=self.unit.comm.device)
+        buffer = torch.empty(numel, dtype=self.dtype, device=self.unit.comm.device) if empty is None else empty(numel, self.dtype)
         used = self.unit.layout.numel
         if numel == self.unit.layout.padded and used < numel:
             buffer[used:].zero_()
         return buffer
+
+
+def norms_of(pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the L2 norm of each piece, all of one dtype, computed in `dtype`, or in fp32 and wider for what is wider."""
+    if not pieces:
+        return []
+    wide = pieces[0].dtype if pieces[0].dtype.itemsize > 4 else torch.float32
+    return list(torch._foreach_norm(list(pieces), 2, dtype or wide))

@@ -19,6 +19,7 @@ from .materialize import Materializer, has_meta, move_buffers
 from .pick import Site, pick_sites
 from .placement import Placement
 from .statedict import StateDictHooks
+from .tiers.tiers import Tiers
 from .unit import Unit
 
 
@@ -64,6 +65,7 @@ class ShardedModel:
         module: any nn.Module, also on the meta device.
         group_of: id(parameter) -> index of its optimizer group; parameters outside it are trained by nobody.
         whole: cut only between parameters, for optimizers that need whole matrices.
+        tiers: where states rest that leave the device; None: nothing does.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class ShardedModel:
         options: UnitOptions,
         *,
         whole: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self.module = module
         self.placement = placement
         self.comm = comm
         self.precision = precision
         self.whole = whole
+        self.tiers = tiers
         self.replaced: dict[int, nn.Parameter] = {}
         self.units: list[Unit] = []
         self.group_of = group_of
@@ -94,9 +98,11 @@ class ShardedModel:
         for name, buffer in module.named_buffers():
             if buffer.numel():
                 comm.broadcast(buffer, state="buffers", unit=name)
-        for unit in self.units:
-            if unit.trainable:
-                self.give_gradients(unit)
+        trained = [unit for unit in self.units if unit.trainable]
+        if tiers is not None:
+            tiers.divide(trained)
+        for unit in trained:
+            self.give_gradients(unit)
         self.gathering = Gathering(self.sites, options.ahead_numel, self._begin_pass, self._unit_passed)
         self.backward = BackwardPass(self.units, comm, self.gathering.unit_done, self.gathering.end_pass, in_flight=options.in_flight)
         self._state_dict_hooks = StateDictHooks(module, self.sites, comm)
@@ -158,6 +164,12 @@ class ShardedModel:
         return UnitPlan(name, params, layout, dtype, trainable, torch.zeros(layout.padded, dtype=dtype, device=self.comm.device))
 
     def _realize(self, plan: UnitPlan, index: int) -> Unit:
+        interval = plan.layout.interval(self.comm.rank)
+        if plan.trainable and not self.placement.optimizer.sharded:
+            interval = (0, plan.layout.padded)
+        if self.tiers is not None:
+            groups = [self.group_of.get(id(param)) for _, param in plan.params]
+            self.tiers.place(index, plan.layout, interval, groups, self.whole)
         unit = Unit(
             plan.name,
             plan.params,
@@ -167,10 +179,11 @@ class ShardedModel:
             sharded=self.placement.parameters.sharded,
             trainable=plan.trainable,
             full=plan.full,
+            index=index,
+            tiers=self.tiers,
         )
-        unit.index = index
         if unit.trainable:
-            unit.master_interval = plan.layout.interval(self.comm.rank) if self.placement.optimizer.sharded else (0, plan.layout.padded)
+            unit.master_interval = interval
         unit.release()
         return unit
 
@@ -192,15 +205,20 @@ class ShardedModel:
             wire=self.precision.wire if low_precision or self.precision.wire.itemsize < accumulate.itemsize else accumulate,
             sharded=self.placement.gradients.sharded,
             interval=unit.master_interval,
+            home=None if self.tiers is None else self.tiers.gradient_home(unit, accumulate, self.placement.gradients.sharded),
         )
 
     def give_master(self, unit: Unit) -> None:
         """Give a trainable unit the tensor that the optimizer updates: its own bytes, or a copy in the master dtype."""
+        if self.tiers is not None:
+            self.tiers.give_master(unit, self.precision.master)
+            return
         low, high = unit.master_interval
         own = unit.shard if unit.sharded else unit.full[low:high]
         master = self.precision.master
         needs_copy = master is not None and unit.dtype in (torch.float16, torch.bfloat16) and master != unit.dtype
         unit.master = own.to(master) if needs_copy else own.detach()
+        unit.master_is_shard = not needs_copy
 
     def create_masters(self) -> None:
         """Give every trainable unit its master weights."""
@@ -215,6 +233,8 @@ class ShardedModel:
         self.gathering.remove()
         for unit in self.units:
             unit.detach()
+        if self.tiers is not None:
+            self.tiers.close()
 
 
 def kept_dtypes(module: nn.Module, types: tuple[type, ...]) -> set[int]:

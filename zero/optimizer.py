@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +14,12 @@ import torch
 from ..errors import EngineError, LayoutError
 from ..parallel.collectives import Collectives
 from .backward import BackwardPass
+from .gradients import norms_of
 from .runs import Run, build_runs, split_run
+from .tiers.sub_groups import BySubGroups
+from .tiers.tiers import Tiers
 from .unit import Unit
+from .update import AtOnce, Update
 
 
 class Scale(Protocol):
@@ -46,6 +53,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         whole: bool,
         scale: Scale,
         clip: float = 0.0,
+        tiers: Tiers | None = None,
+        separable: bool = False,
     ) -> None:
         # Optimizer.__init__ would want parameters; the inner optimizer has them.
         self.inner = inner
@@ -65,17 +74,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.before_write: Callable[[], None] | None = None  # called before weights or states change: waits for who still reads them
         self.defaults = inner.defaults
         self.param_groups = inner.param_groups
-        self.runs: list[Run] = build_runs(self.units, group_of, inner, whole=whole)
+        self._tiers = tiers
+        self.update: Update = AtOnce(inner) if tiers is None else BySubGroups(inner, tiers, separable=separable)
+        self.runs: list[Run] = self._build(self.units, group_of, inner, whole)
         self.admit: Callable[[list[Any], int], list[Unit]] | None = None  # makes parameters trainable: see zero/grow.py
         self._whole = whole
         self._group_of = group_of
         self._point_inner_at_runs()
         self.state = inner.state
         self._index_units()
+        self._settle()
+
+    def _build(self, units: Sequence[Unit], group_of: dict[int, int], inner: torch.optim.Optimizer | None, whole: bool) -> list[Run]:
+        edges = None if self._tiers is None else self._tiers.edges_of
+        return build_runs(units, group_of, inner, whole=whole, edges=edges)
+
+    def _settle(self) -> None:
+        """Bring optimizer states that the inner optimizer has already to where they rest."""
+        for run in self.runs:
+            for key, value in self.inner.state.get(run.tensor, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.device != run.tensor.device:
+                    self.inner.state[run.tensor][key] = value.to(run.tensor.device)
+        for unit in self.units:
+            if unit.residence is not None:
+                unit.residence.settle()
 
     def _index_units(self) -> None:
         for unit in self.units:
             unit.optimizer = self
+            unit.gradients.norm_spans = partial(self._norm_spans, weakref.ref(unit))  # type: ignore[union-attr]
         self._order = {id(unit): index for index, unit in enumerate(self.units)}
         self._counts = [len(unit.slots) for unit in self.units]
         self._ungrouped = {(unit.index, slot.index) for unit in self.units for slot in unit.slots if id(slot.param) not in self._group_of}
@@ -110,12 +137,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.bad_parameter = self._first_bad_parameter() if self.overflow else None
         self.grad_norm = norm / self.scale.scale
         if not self.overflow:
-            self._scale_gradients(self.grad_norm)
             if self.before_write is not None:
                 self.before_write()
-            self._hand_over(touched)
-            self.inner.step()
-            self._take_back()
+            self.update(self._used_runs(touched), self._factor(self.grad_norm))
             self._publish()
         self.backward_pass.after_step()
 
@@ -161,36 +185,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "zero_optimization.ignore_unused_parameters is false; use them in the loss, freeze them, or set the key to true"
             )
 
-    def _norm_pieces(self) -> list[torch.Tensor]:
-        """Return this rank's share of the reduced gradients, each element on one rank only, whatever the stage.
+    def _norm_spans(self, unit_of: Callable[[], Unit | None]) -> list[tuple[int, int]]:
+        """Return this rank's elements of a unit that count for the norm, each element on one rank only, whatever the stage.
 
         Stages that keep gradients whole cut them like those that shard them, so that all stages add in one order.
         """
-        pieces = []
+        unit = unit_of()
+        assert unit is not None
+        if not any((unit.index, slot.index) in self._ungrouped for slot in unit.slots):
+            return [(unit.lo, unit.hi)] if unit.hi > unit.lo else []
+        return [
+            (part.at + unit.lo, part.at + unit.lo + part.stop - part.start)
+            for part in unit.layout.slices(unit.lo, unit.hi)
+            if (unit.index, part.extent) not in self._ungrouped
+        ]
+
+    def _norms(self, dtype: torch.dtype | None) -> list[torch.Tensor]:
+        """Return the norms of the pieces of all units, those of one dtype together."""
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for unit in self.units:
             gradients = unit.gradients
-            low = gradients.interval[0]  # type: ignore[union-attr]
-            spans = [(unit.lo, unit.hi)]
-            if any((unit.index, slot.index) in self._ungrouped for slot in unit.slots):
-                spans = [
-                    (s.at + unit.lo, s.at + unit.lo + s.stop - s.start)
-                    for s in unit.layout.slices(unit.lo, unit.hi)
-                    if (unit.index, s.extent) not in self._ungrouped
-                ]
-            pieces += [gradients.owned[a - low : b - low] for a, b in spans if b > a]  # type: ignore[union-attr, index]
-        return pieces
+            assert gradients is not None
+            if gradients.home is not None and dtype is None:
+                norms = gradients.norms
+            else:
+                low = gradients.interval[0]
+                with unit.at_hand():
+                    spans = gradients.norm_spans() if gradients.norm_spans is not None else []
+                    norms = norms_of([gradients.owned[a - low : b - low] for a, b in spans], dtype)  # type: ignore[index]
+            kinds.setdefault(gradients.dtype, []).extend(norms)
+        return [norm for norms in kinds.values() for norm in norms]
 
     def _global_norm(self) -> float:
-        pieces = self._norm_pieces()
-        total = self._sum_of_squares(pieces, None)
+        total = self._sum_of_squares(None)
         # Squares may overflow fp32 where the gradients do not: look again in fp64 before the step is given up.
         if not math.isfinite(total):
-            total = self._sum_of_squares(pieces, torch.float64)
+            total = self._sum_of_squares(torch.float64)
         return math.sqrt(total) if total >= 0 else math.nan
 
-    def _sum_of_squares(self, pieces: list[torch.Tensor], dtype: torch.dtype | None) -> float:
-        if pieces:
-            norms = torch.stack([norm.to(torch.float64) for norm in _norms(pieces, dtype)])
+    def _sum_of_squares(self, dtype: torch.dtype | None) -> float:
+        found = self._norms(dtype)
+        if found:
+            norms = torch.stack([norm.to(self.comm.device, torch.float64) for norm in found])
             mine = norms.square().sum().reshape(1)
         else:
             mine = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
@@ -200,41 +236,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares = [row[0] for row in rows]
         return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
 
-    def _scale_gradients(self, norm: float) -> None:
-        """Undo the loss scale and clip, in one pass over the owned gradients."""
+    def _factor(self, norm: float) -> float:
+        """Return what gradients are multiplied by to undo the loss scale and to clip."""
         factor = 1.0 / self.scale.scale
         if self.clip > 0 and norm > self.clip:
             factor *= self.clip / (norm + 1e-6)
-        if factor != 1.0:
-            owned: list[Any] = [unit.gradients.owned for unit in self.units if unit.gradients.owned.numel()]  # type: ignore[union-attr]
-            if owned:
-                torch._foreach_mul_(owned, factor)
+        return factor
 
-    def _hand_over(self, touched: list[bytes]) -> None:
-        """Give each run its gradient; a parameter that no rank used gets none, so it neither decays nor counts a step."""
-        runs: list[Run] = []
-        was_split = False
-        for run in self.runs:
-            flags = [touched[self._order[id(run.unit)]][index] for index in run.slots]
-            if any(flags) and not all(flags):
-                parts = split_run(run, flags, self.inner)
-                was_split = True
-            else:
-                parts = [run]
-            runs += parts
-        if was_split:
-            self.runs = runs
+    def _used_runs(self, touched: list[bytes]) -> list[Run]:
+        """Return the runs that have a gradient; a parameter that no rank used gets none, so it neither decays nor counts a step."""
+        flags_of = {id(run): [touched[self._order[id(run.unit)]][slot] for slot in run.slots] for run in self.runs}
+        mixed = [run for run in self.runs if any(flags_of[id(run)]) and not all(flags_of[id(run)])]
+        for run in mixed:
+            with run.unit.at_hand(write=True):
+                at = self.runs.index(run)
+                self.runs[at : at + 1] = split_run(run, flags_of[id(run)], self.inner)
+        if mixed:
             self._point_inner_at_runs()
-        for run in self.runs:
-            used = touched[self._order[id(run.unit)]][run.slots[0]]
-            run.tensor.grad = run.gradient() if used else None
-
-    def _take_back(self) -> None:
-        for run in self.runs:
-            run.tensor.grad = None
+        return [run for run in self.runs if touched[self._order[id(run.unit)]][run.slots[0]]]
 
     def _publish(self) -> None:
-        pending = [unit.publish() for unit in self.units]
+        pending = [unit.publish(taken_up=self.update.publishes) for unit in self.units]
         for each in pending:
             each.wait()
 
@@ -245,10 +267,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for unit in self.units:
             gradients = unit.gradients
             low, high = gradients.interval  # type: ignore[union-attr]
-            for part in unit.layout.slices(low, high):
-                piece = gradients.owned[part.at : part.at + part.stop - part.start]  # type: ignore[union-attr, index]
-                if base + part.extent < found and not bool(torch.isfinite(piece).all()):
-                    found = base + part.extent
+            with unit.at_hand():
+                for part in unit.layout.slices(low, high):
+                    piece = gradients.owned[part.at : part.at + part.stop - part.start]  # type: ignore[union-attr, index]
+                    if base + part.extent < found and not bool(torch.isfinite(piece).all()):
+                        found = base + part.extent
             base += len(unit.slots)
         rows = self.comm.gather_rows(torch.tensor([found], dtype=torch.float64, device=self.comm.device))
         first = rows.min().item()
@@ -260,16 +283,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's optimizer state: per run its place and state tensors, and the group options."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        runs = [
-            {
-                "unit": run.unit.name,
-                "start": run.start,
-                "stop": run.stop,
-                "group": run.group,
-                "state": dict(self.inner.state.get(run.tensor, {})),
-            }
-            for run in self.runs
-        ]
+        runs = []
+        for run in self.runs:
+            with run.unit.at_hand():
+                state = _copied(self.inner.state.get(run.tensor, {}), run)
+            runs.append({"unit": run.unit.name, "start": run.start, "stop": run.stop, "group": run.group, "state": state})
         return {"param_groups": groups, "runs": runs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -289,27 +307,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runs.append(Run(by_name[saved["unit"]], saved["group"], saved["start"], saved["stop"], whole=self._whole))
         if _covered(runs) != _covered(self.runs):
             raise LayoutError("the saved optimizer state covers other intervals than this rank owns: ranks, stage or model differ")
-        self.runs = runs
-        self.inner.state.clear()
-        for run, saved in zip(runs, state_dict["runs"], strict=True):
-            if saved["state"]:
-                move = lambda v: v.to(self.comm.device) if isinstance(v, torch.Tensor) and v.dim() else v  # noqa: E731
-                self.inner.state[run.tensor] = {key: move(value) for key, value in saved["state"].items()}
-        self._point_inner_at_runs()
+        self.restart(runs, (_copied(saved["state"], run) for run, saved in zip(runs, state_dict["runs"], strict=True)))
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
 
     def fresh_runs(self) -> list[Run]:
         """Return runs as a new optimizer would have them, without touching those in use."""
-        return build_runs(self.units, self._group_of, None, whole=self._whole)
+        return self._build(self.units, self._group_of, None, self._whole)
 
-    def restart(self, runs: Sequence[Run], states: Sequence[dict[str, Any]]) -> None:
-        """Go on with other runs over the same elements, and with the state given for each; an empty one starts anew."""
+    def restart(self, runs: Sequence[Run], states: Iterable[dict[str, Any]]) -> None:
+        """Go on with other runs over the same elements, and with the state given for each; an empty one starts anew.
+
+        `states` is asked for one state after the other; those of a unit go to where they rest before the next unit's are asked for.
+        """
         self.runs = list(runs)
         self.inner.state.clear()
-        for run, state in zip(runs, states, strict=True):
-            if state:
-                self.inner.state[run.tensor] = state
+        given = iter(states)
+        for unit, own in itertools.groupby(self.runs, key=lambda run: run.unit):
+            for run in own:
+                state = next(given)
+                if state:
+                    move = lambda v, to=run.tensor.device: v.to(to) if isinstance(v, torch.Tensor) and v.dim() else v  # noqa: E731
+                    self.inner.state[run.tensor] = {key: move(value) for key, value in state.items()}
+            if unit.residence is not None:
+                unit.residence.settle()
         self._point_inner_at_runs()
 
     def names_in_groups(self) -> list[list[str]]:
@@ -348,7 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def take_in(self, units: Sequence[Unit]) -> None:
         """Update these units too from now on: their parameters were in groups, but frozen."""
         self.units += units
-        self.runs += build_runs(units, self._group_of, None, whole=self._whole)
+        self.runs += self._build(units, self._group_of, None, self._whole)
         self._index_units()
         self._point_inner_at_runs()
 
@@ -356,21 +377,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Cut the runs of units anew, where some parameters had no group and now have one; states stay with their elements."""
         known = {id(unit) for unit in self.units}
         fresh = [unit for unit in units if id(unit) not in known]
-        runs = build_runs(fresh, self._group_of, None, whole=self._whole)
+        runs = self._build(fresh, self._group_of, None, self._whole)
         for unit in units:
             if id(unit) in known:
                 old = [run for run in self.runs if run.unit is unit]
-                new = [run for run in build_runs([unit], self._group_of, None, whole=self._whole) if run.group == len(self.param_groups)]
+                built = self._build([unit], self._group_of, None, self._whole)
+                new = [run for run in built if run.group == len(self.param_groups)]
                 runs += old + new
         return runs
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Run `hook(inner optimizer, args, kwargs)` before each update that takes place, with this rank's gradients in place."""
-        return self.inner.register_step_pre_hook(hook)
+        return self.update.register_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
         """Run `hook(inner optimizer, args, kwargs)` after each update that takes place."""
-        return self.inner.register_step_post_hook(hook)
+        return self.update.register_post_hook(hook)
 
     @property
     def loss_scale(self) -> float:
@@ -392,15 +414,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"Sharded({type(self.inner).__name__}, {len(self.runs)} runs on rank {self.comm.rank} of {self.comm.world})"
 
 
-def _norms(pieces: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return the L2 norm of each piece, computed in `dtype`, or in fp32 and wider for what is wider."""
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for piece in pieces:
-        kinds.setdefault(piece.dtype, []).append(piece)
-    found: list[torch.Tensor] = []
-    for kind, group in kinds.items():
-        found += torch._foreach_norm(group, 2, dtype or (kind if kind.itemsize > 4 else torch.float32))
-    return found
+def _copied(state: dict[str, Any], run: Run) -> dict[str, Any]:
+    """Return a run's state, in memory of its own where that of the run comes and goes."""
+    if run.unit.residence is None:
+        return dict(state)
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _covered(runs: Sequence[Run]) -> set[tuple[str, int, int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -32,6 +32,15 @@ class Placement:
     def reduces_every_pass(self) -> bool:
         """Whether gradients leave for their shard after each backward; else they wait whole for the boundary."""
         return self.gradients.sharded
+
+    def on_tiers(self, parameters: str, optimizer: str) -> Placement:
+        """Return the same row with the tiers of a config in its cells; sharded gradients rest with the optimizer's states."""
+        return Placement(
+            self.stage,
+            replace(self.parameters, tier=parameters),
+            replace(self.gradients, tier=optimizer if self.gradients.sharded else self.gradients.tier),
+            replace(self.optimizer, tier=optimizer),
+        )
 
 
 def _row(stage: int, parameters: bool, gradients: bool, optimizer: bool) -> Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ class Run:
     With `whole` the run is exactly one parameter, in its own shape, for optimizers that look at rows or matrices.
     """
 
-    __slots__ = ("group", "slots", "start", "stop", "tensor", "unit", "whole")
+    __slots__ = ("continues", "group", "slots", "start", "stop", "tensor", "unit", "whole")
 
-    def __init__(self, unit: Unit, group: int, start: int, stop: int, *, whole: bool) -> None:
+    def __init__(self, unit: Unit, group: int, start: int, stop: int, *, whole: bool, continues: bool = False) -> None:
         self.unit = unit
         self.group = group
         self.start = start
         self.stop = stop
         self.whole = whole
+        self.continues = continues  # cut off the run before it at the edge of a tile, which changes nothing
         self.slots = [part.extent for part in unit.layout.slices(start, stop)]
         low = unit.master_interval[0]
         with torch.no_grad():
@@ -35,17 +36,25 @@ class Run:
         """Return the reduced gradient of these elements in the master's dtype and this run's shape."""
         low = self.unit.gradients.interval[0]  # type: ignore[union-attr]
         piece = self.unit.gradients.owned[self.start - low : self.stop - low]  # type: ignore[union-attr, index]
-        return self._shaped(piece).to(self.tensor.dtype)
+        return self._shaped(piece).to(self.tensor.device, self.tensor.dtype)
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self.unit.slots[self.slots[0]].shape) if self.whole else flat
 
 
-def build_runs(units: Sequence[Unit], group_of: dict[int, int], inner: torch.optim.Optimizer | None, *, whole: bool) -> list[Run]:
+def build_runs(
+    units: Sequence[Unit],
+    group_of: dict[int, int],
+    inner: torch.optim.Optimizer | None,
+    *,
+    whole: bool,
+    edges: Callable[[Unit], Sequence[int]] | None = None,
+) -> list[Run]:
     """Return the runs of this rank and move the optimizer's existing state, keyed by parameter, to them.
 
     Parameters of one group that lie side by side become one run: few large tensors instead of many small ones.
-    An optimizer that already has state keeps a run per parameter, since step counts may differ.
+    An optimizer that already has state keeps a run per parameter, since step counts may differ. `edges` gives the elements
+    of a unit at which runs are cut all the same: the tiles in which states are moved.
     """
     before: dict[int, dict[str, Any]] = {}
     if inner is not None:
@@ -74,7 +83,18 @@ def build_runs(units: Sequence[Unit], group_of: dict[int, int], inner: torch.opt
                     open_at = None
             if open_at is not None:
                 runs.append(Run(unit, *open_at, whole=whole))
-    return runs
+    return runs if edges is None else [part for run in runs for part in cut_at_edges(run, edges(run.unit), inner)]
+
+
+def cut_at_edges(run: Run, edges: Sequence[int], inner: torch.optim.Optimizer | None) -> list[Run]:
+    """Cut a run, and its state in `inner` with it, at those of `edges` that lie inside it."""
+    inside = [edge for edge in edges if run.start < edge < run.stop]
+    if not inside:
+        return [run]
+    parts = _cut_run(run, [run.start, *inside, run.stop], inner)
+    for part in parts[1:]:
+        part.continues = True
+    return parts
 
 
 def _cuts(unit: Unit) -> list[tuple[int, int]]:
@@ -97,11 +117,16 @@ def split_run(run: Run, flags: Sequence[int], inner: torch.optim.Optimizer) -> l
     for left, right, slot in zip(flags, flags[1:], run.slots[1:], strict=False):
         if bool(left) != bool(right):
             cuts.append(run.unit.slots[slot].offset)
-    cuts.append(run.stop)
-    state = inner.state.pop(run.tensor, None)
-    parts = [Run(run.unit, run.group, a, b, whole=run.whole) for a, b in itertools.pairwise(cuts)]
+    return _cut_run(run, [*cuts, run.stop], inner)
+
+
+def _cut_run(run: Run, points: Sequence[int], inner: torch.optim.Optimizer | None) -> list[Run]:
+    state = None if inner is None else inner.state.pop(run.tensor, None)
+    parts = [
+        Run(run.unit, run.group, a, b, whole=run.whole, continues=run.continues and a == run.start) for a, b in itertools.pairwise(points)
+    ]
     for part in parts:
-        if state:
+        if state and inner is not None:
             at = part.start - run.start
             inner.state[part.tensor] = _cut_state(state, run.stop - run.start, at, at + part.stop - part.start)
     return parts

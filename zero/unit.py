@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +14,11 @@ from ..parallel.collectives import DONE, Collectives, Pending
 from .gradients import Gradients
 from .layout import Layout
 from .parameter import SLOT, Slot, hide, show, slot_of
+from .tiers.copies import copy_ahead
+
+if TYPE_CHECKING:
+    from .tiers.residence import Residence
+    from .tiers.tiers import Tiers
 
 AccessHandler = Callable[["Unit", Slot], None]
 
@@ -35,14 +41,16 @@ class Unit:
         sharded: bool,
         trainable: bool = True,
         full: torch.Tensor | None = None,
+        index: int = 0,
+        tiers: Tiers | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self.comm = comm
         self.dtype = dtype
-        self.sharded = sharded and comm.world > 1
+        self.sharded = sharded and (comm.world > 1 or (tiers is not None and tiers.moves_params))
         self.trainable = trainable
-        self.index = 0
+        self.index = index
         self.lo, self.hi = layout.interval(comm.rank)
         self.pinned = False  # stays gathered from the start of a forward to the end of its backward
         self.lost = False  # the engine was destroyed while only shards existed
@@ -53,8 +61,11 @@ class Unit:
         self.optimizer: Any = None  # the ShardedOptimizer that updates this unit, for reading its states
         self.gradients: Gradients | None = None
         self.master: torch.Tensor | None = None  # set by the optimizer: the dtype and interval that it updates
+        self.master_is_shard = False  # the optimizer updates the parameter's own bytes, with no separate master copy
         self.master_interval = (0, layout.padded)
+        self.residence: Residence | None = None  # what of it rests on a drive
         self._pending: Pending | None = None
+        self._arriving: Pending | None = None  # the shard, on its way into `full`
         self._nan = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=comm.device)
         self.full = torch.zeros(layout.padded, dtype=dtype, device=comm.device) if full is None else full
         self.slots = [Slot(self, i, name, param) for i, (name, param) in enumerate(named_params)]
@@ -63,7 +74,10 @@ class Unit:
         self.gathered = True
         self.acknowledge()
         own = self.full[self.lo : self.hi]
-        self.shard = own.clone() if self.sharded else own
+        if not self.sharded:
+            self.shard = own
+        else:
+            self.shard = own.clone() if tiers is None else tiers.keep_shard(self, own)
 
     def _adopt(self) -> None:
         """Copy each parameter into the flat buffer and make it a view of it, one at a time, freeing the original."""
@@ -95,10 +109,38 @@ class Unit:
         """Start gathering, booked under `state`; nothing happens when the values are here or on their way."""
         if self.gathered or self._pending is not None:
             return
-        self.full.untyped_storage().resize_(self.full_bytes)
-        with torch.no_grad():
-            self.full[self.lo : self.hi].copy_(self.shard)
+        self.preload()
+        arriving, self._arriving = self._arriving or DONE, None
+        if self.comm.world == 1:
+            self._pending = arriving
+            return
+        arriving.wait()
         self._pending = self.comm.all_gather(self.full, self.layout.bounds, state=state, unit=self.name)
+
+    def preload(self) -> None:
+        """Start bringing this rank's own part into the full buffer from where it rests; no other rank is needed."""
+        if self.gathered or self._pending is not None or self._arriving is not None:
+            return
+        self.full.untyped_storage().resize_(self.full_bytes)
+        self._arriving = self._bring_own()
+
+    def _bring_own(self) -> Pending:
+        own = self.full[self.lo : self.hi]
+        if self.residence is not None and self.residence.shard is not None:
+            return Pending(self.residence.shard.load(own).wait)
+        return copy_ahead(own, self.shard)
+
+    def _keep_own(self) -> None:
+        """Take this rank's part of the full buffer to where it rests."""
+        own = self.full[self.lo : self.hi]
+        if self.residence is not None and self.residence.shard is not None:
+            self.residence.shard.store(own)
+        else:
+            self.shard.copy_(own)
+
+    def at_hand(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """A context in which shard, master weights, gradients and optimizer states are in memory; with `write` changes are kept."""
+        return nullcontext() if self.residence is None else self.residence.hold(write)
 
     def gather(self, state: str = "reading") -> None:
         """Return when every parameter of the unit holds its values on this rank.
@@ -119,6 +161,7 @@ class Unit:
         """Let the full buffer go; without effect for a unit that is not sharded, or while a context holds it."""
         if not self.sharded or self.holds:
             return
+        self._forget_preloaded()
         if self._pending is not None:
             self.gather()
         if not self.gathered:
@@ -129,6 +172,12 @@ class Unit:
             self._leave_buffer()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
+
+    def _forget_preloaded(self) -> None:
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+            self.full.untyped_storage().resize_(0)
 
     def _leave_buffer(self) -> None:
         """Leave the memory to a NumPy array or the like that shares it, and go on with a buffer of our own."""
@@ -145,12 +194,13 @@ class Unit:
         if not self.gathered:
             raise EngineError(f"unit {self.name!r} has nothing to keep: its parameters are not gathered")
         self.expect_write()
-        with torch.no_grad():
-            if self.sharded:
-                self.shard.copy_(self.full[self.lo : self.hi])
+        with torch.no_grad(), self.at_hand(write=self.master is not None and not self.master_is_shard):
             if self.master is not None and not self.master_is_shard:
                 low, high = self.master_interval
                 _follow(self.master, self.full[low:high], exactly)
+        with torch.no_grad():
+            if self.sharded:
+                self._keep_own()
         self.acknowledge()
 
     def expect_write(self) -> None:
@@ -171,13 +221,8 @@ class Unit:
         if self.master is not None and not self.master_is_shard:
             low, high = self.master_interval
             start, stop = min(max(slot.offset, low), high), max(min(slot.offset + slot.numel, high), low)
-            with torch.no_grad():
+            with torch.no_grad(), self.at_hand(write=True):
                 _follow(self.master[start - low : stop - low], self.full[start:stop], exactly=False)
-
-    @property
-    def master_is_shard(self) -> bool:
-        """Whether the optimizer updates the parameter's own bytes (fp32), with no separate master copy."""
-        return self.master is not None and self.master.dtype == self.dtype
 
     def on_access(self, slot: Slot) -> None:
         """Gather because values were touched while released, or say what to call instead."""
@@ -196,15 +241,25 @@ class Unit:
 
     # ---- after the optimizer
 
-    def publish(self) -> Pending:
-        """Bring updated master values to the parameters: cast, and all-gather where every rank keeps them whole."""
+    def publish(self, *, taken_up: bool = False) -> Pending:
+        """Bring updated master values to the parameters: cast, and all-gather where every rank keeps them whole.
+
+        With `taken_up` the update has brought them to this rank's own part already.
+        """
         if self.master is None:
             return DONE
         low, high = self.master_interval
-        with torch.no_grad():
-            if not self.master_is_shard:
-                target = self.shard if self.sharded else self.full[low:high]
-                target.copy_(self.master)
+        if not self.master_is_shard:
+            home = self.residence
+            if home is not None and home.shard is not None:
+                if home.master is None:
+                    home.shard.store(self.master.to(self.dtype))
+                elif not taken_up:
+                    with self.at_hand(write=True):
+                        self.shard.copy_(self.master)
+            elif not taken_up:
+                with self.at_hand():
+                    self.take_up(self.master, low)
         self.acknowledge()
         if self.sharded:
             self.refresh()
@@ -213,15 +268,23 @@ class Unit:
             return DONE
         return self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
 
+    def take_up(self, values: torch.Tensor, start: int) -> None:
+        """Cast new master values of elements from `start` on into this rank's own part of the parameters, where that is in memory."""
+        if self.master_is_shard or (self.residence is not None and self.residence.shard is not None):
+            return
+        part, base = (self.shard, self.lo) if self.sharded else (self.full, 0)
+        with torch.no_grad():
+            part[start - base : start - base + values.numel()].copy_(values, non_blocking=True)
+
     def refresh(self) -> None:
         """Drop gathered values that the shard has outgrown; gather anew where a context holds them. Whole ones stay."""
         if not self.sharded:
             return
+        self._forget_preloaded()
         if self._pending is not None:
             self.gather()
         if self.gathered and self.holds:
-            with torch.no_grad():
-                self.full[self.lo : self.hi].copy_(self.shard)
+            self._bring_own().wait()
             self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name).wait()
         else:
             self.release()
@@ -240,6 +303,7 @@ class Unit:
 
     def _abandon(self) -> None:
         self.holds = 0
+        self._forget_preloaded()
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -261,7 +325,8 @@ class Unit:
         self.slots = []
         self.optimizer = self.access_handler = self.copy_handler = self.before_write = None
         self.full = self.shard = torch.empty(0, dtype=self.dtype)
-        self.master = None
+        self.master = self.residence = None
+        self.master_is_shard = False
         self.gradients = None
 
 

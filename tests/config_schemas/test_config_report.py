@@ -17,7 +17,13 @@ from stateroom.config_schemas.schema import json_schema
 BATCH = {"train_batch_size": 8}
 FULL = {
     **BATCH,
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": 5, "offload_param": {"device": "cpu"}, "zero_quantized_weights": True},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 5,
+        "offload_param": {"device": "cpu"},
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 2,
+    },
     "tensorboard": {"enabled": True, "job_name": "a"},
     "wandb": {"enabled": False, "project": "b"},
     "amp": {"enabled": False},
@@ -37,7 +43,8 @@ def test_each_key_that_is_set_has_a_verdict_and_no_other() -> None:
         "zero_optimization.stage": "honoured",
         "zero_optimization.reduce_bucket_size": "no effect here because a unit's flat buffer is the bucket",
         "zero_optimization.zero_quantized_weights": "no effect yet: weights and gradients travel unquantized",
-        "zero_optimization.offload_param.device": "no effect yet: parameters stay on the device",
+        "zero_optimization.offload_param.device": "honoured",
+        "zero_optimization.zero_hpz_partition_size": "no effect yet: parameters are sharded over all ranks",
         "tensorboard.enabled": "no effect yet: monitors come with observability; metrics are in run_dir",
         "tensorboard.job_name": "no effect yet: monitors come with observability; metrics are in run_dir",
         "wandb.enabled": "honoured",
@@ -54,7 +61,7 @@ def test_verdicts_with_defaults_cover_every_value() -> None:
 
 def test_unsupported_tells_result_from_placement() -> None:
     config = load({**FULL, "mesh": {"tp": 2}, "data_efficiency": {"enabled": True}}, dp_world=1)
-    assert [line.split(" = ")[0] for line in config.unsupported("placement")] == ["zero_optimization.offload_param.device"]
+    assert [line.split(" = ")[0] for line in config.unsupported("placement")] == ["zero_optimization.zero_hpz_partition_size"]
     result = [line.split(" = ")[0] for line in config.unsupported("result")]
     assert result == ["zero_optimization.zero_quantized_weights", "mesh.tp", "data_efficiency.enabled"]
     assert len(config.unsupported()) == 3 + 1
@@ -75,7 +82,6 @@ def test_unsupported_tells_result_from_placement() -> None:
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         {"zero_optimization": {"stage": 2, "zenflow": {}}},
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
         {"hybrid_engine": {"enabled": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         {"data_types": {"buffer_dtype": "bf16"}},
@@ -124,7 +130,7 @@ def test_check_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(file), "--ranks", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["batch"] == ["2 ranks: micro batch 4, accumulation 1, train batch 8 (4 x 2 ranks)"]
-    assert {"path": "tensorboard.job_name", "value": "a", "verdict": "no effect yet"}.items() <= report["keys"][7].items()
+    assert {"path": "tensorboard.job_name", "value": "a", "verdict": "no effect yet"}.items() <= report["keys"][8].items()
     file.write_text('{"a": 1, "b": 2}')
     assert main(["check", str(file), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)

@@ -1,0 +1,136 @@
+"""The offload sections of a config as tiers: checked against the host before anything is built, each choice that differs said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..config_schemas import Config
+from ..errors import ConfigError
+from ..ledger import OptimizerRecord
+from ..ledger.states import optimizer_states
+from ..parallel.collectives import Collectives
+from ..zero.tiers.disk import round_up
+from ..zero.tiers.options import CPU, DEVICE, NVME, SUB_GROUP_NUMEL, TierOptions
+from ..zero.tiers.space import ALIGN
+from ..zero.tiers.tiers import Tiers
+from .groups import Prepared
+from .optimizers import Lamb, Muon, is_elementwise
+from .precision import state_dtypes
+
+_ZERO = "zero_optimization"
+_HALF = (torch.float16, torch.bfloat16)
+_STATES_AT_LEAST = 4  # buffers that a sub-group takes: master weights, gradients and Adam's two states
+
+
+def tiers_of(cfg: Config, model: nn.Module, prepared: Prepared | None, comm: Collectives, say: Callable[[str], None]) -> Tiers | None:
+    """Return the tiers that the config asks for, or None where everything stays on the device; every rank must call it.
+
+    Raises:
+        ConfigError: the optimizer cannot be updated in pieces.
+        EngineError: a drive is missing, read-only or too small, on any rank.
+    """
+    options = _options(cfg, prepared)
+    if options.moves_nothing:
+        return None
+    if options.optimizer == NVME and prepared is not None and not is_separable(prepared.inner) and not cfg.zero_allow_untested_optimizer:
+        raise ConfigError(
+            f"{_ZERO}.offload_optimizer.device is nvme, and {type(prepared.inner).__name__} is not known to treat each tensor on its own: "
+            "its states cannot be brought to memory piece by piece. Use cpu, or an optimizer of torch, or, if you know that it does, set "
+            "zero_allow_untested_optimizer to true"
+        )
+    if options.pinned and comm.device.type == "cpu" and _given(cfg, "pin_memory"):
+        say("config: pin_memory: no effect here: without an accelerator no memory is page-locked")
+    tiers = Tiers(options, comm.rank, comm.device, say)
+    trouble = ""
+    try:
+        tiers.check(_needs(cfg, model, prepared, options, comm.world))
+    except Exception as error:  # told to all ranks: one that is left alone would wait for the others
+        trouble = f"rank {comm.rank}: {error}"
+    troubles = [text for text in comm.gather_objects(trouble) if text]
+    if troubles:
+        raise ConfigError("; ".join(troubles))
+    return tiers
+
+
+def is_separable(inner: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer may be stepped with some of its tensors at a time: what it does to one depends on no other."""
+    return is_elementwise(inner) or isinstance(inner, (Lamb, Muon))
+
+
+def _given(cfg: Config, name: str) -> bool:
+    return any(
+        cfg.origin.get(f"{_ZERO}.{section}.{name}", "default") != "default"
+        and getattr(getattr(cfg.zero_optimization, section), "device") != "none"  # noqa: B009
+        for section in ("offload_optimizer", "offload_param")
+    )
+
+
+def _options(cfg: Config, prepared: Prepared | None) -> TierOptions:
+    zero = cfg.zero_optimization
+    optimizer, params = zero.offload_optimizer, zero.offload_param
+    to_optimizer = optimizer.device if zero.stage >= 1 and prepared is not None else "none"
+    to_params = params.device if zero.stage >= 3 else "none"
+    tile = zero.sub_group_size if cfg.origin.get(f"{_ZERO}.sub_group_size", "default") != "default" else SUB_GROUP_NUMEL
+    return TierOptions(
+        optimizer=DEVICE if to_optimizer == "none" else to_optimizer,
+        params=DEVICE if to_params == "none" else to_params,
+        optimizer_path=Path(optimizer.nvme_path or "") if to_optimizer == NVME else None,
+        params_path=Path(params.nvme_path or "") if to_params == NVME else None,
+        ratio=optimizer.ratio,
+        sub_group_numel=max(tile, ALIGN),
+        sub_groups=_sub_groups(cfg),
+        param_buffers=params.buffer_count,
+        param_buffer_numel=params.buffer_size,
+        max_params_in_host=params.max_in_cpu,
+        pinned=optimizer.pin_memory if to_optimizer != "none" else params.pin_memory,
+        request_bytes=round_up(cfg.aio.block_size),
+        requests=cfg.aio.queue_depth,
+        states=_known_states(prepared),
+    )
+
+
+def _sub_groups(cfg: Config) -> int:
+    """Return how many sub-groups are in memory at once: three to read, update and write; fewer where the config says so."""
+    section, name = cfg.zero_optimization.offload_optimizer, f"{_ZERO}.offload_optimizer"
+    wanted = 3
+    for key in ("pipeline_read", "pipeline_write"):
+        if cfg.origin.get(f"{name}.{key}", "default") != "default" and not getattr(section, key):
+            wanted -= 1
+    if cfg.origin.get(f"{name}.buffer_count", "default") != "default":
+        wanted = min(wanted, max(section.buffer_count // _STATES_AT_LEAST, 1))
+    return wanted
+
+
+def _known_states(prepared: Prepared | None) -> tuple[str, ...]:
+    """Return the names of optimizer states as large as the parameter that every group has."""
+    if prepared is None:
+        return ()
+    found: list[set[str]] = []
+    for group in prepared.inner.param_groups:
+        options = tuple((name, group.get(name)) for name in ("amsgrad", "momentum", "centered", "use_muon"))
+        known = optimizer_states(OptimizerRecord(type(prepared.inner).__name__, options, (), 4))
+        found.append(set() if known is None else set(known[0]))
+    return tuple(sorted(set.intersection(*found))) if found else ()
+
+
+def _needs(cfg: Config, model: nn.Module, prepared: Prepared | None, options: TierOptions, world: int) -> dict[str, int]:
+    """Return the bytes that this rank will write to the drives, as far as they are known before anything is built."""
+    precision = state_dtypes(cfg)
+    trained = {} if prepared is None else prepared.group_of
+    needs = {"optimizer": 0, "params": 0}
+    in_host = 0
+    for param in model.parameters():
+        share = -(-param.numel() // world)
+        dtype = precision.compute or param.dtype
+        if options.params == NVME:
+            in_host += share
+            needs["params"] += share * dtype.itemsize if in_host > options.max_params_in_host else 0
+        if options.optimizer == NVME and id(param) in trained:
+            master = precision.master if precision.master is not None and dtype in _HALF else dtype
+            count = len(options.states) + (cfg.zero_optimization.stage >= 2) + (dtype in _HALF or options.params not in (DEVICE, CPU, NVME))
+            needs["optimizer"] += share * master.itemsize * count
+    return needs

@@ -1,0 +1,37 @@
+"""A bounded number of aligned host buffers that bytes pass through on their way between a drive and where they are used."""
+
+from __future__ import annotations
+
+import queue
+
+import torch
+
+from .disk import aligned_buffer, round_up
+
+
+class Staging:
+    """Buffers of one size, made when first needed, at most `count` of them.
+
+    Whoever takes one waits until one is free; the threads of the drive give them back, so nobody waits for himself.
+    """
+
+    def __init__(self, count: int, num_bytes: int, pinned: bool) -> None:
+        self.count, self.num_bytes, self._pinned = count, round_up(num_bytes), pinned
+        self._made = 0
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def take(self) -> torch.Tensor:
+        """Return a free buffer, uint8 [num_bytes]."""
+        if self._made < self.count and self._free.empty():
+            self._made += 1
+            return aligned_buffer(self.num_bytes, self._pinned)
+        return self._free.get()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Give a buffer back."""
+        self._free.put(buffer)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory in use."""
+        return self._made * self.num_bytes
