@@ -68,8 +68,8 @@ class Schedule:
         return part // self.stages
 
     def activations(self) -> tuple[int, ...]:
-        """Return of each stage the most micro-batches whose activations (of one chunk) it holds at once."""
-        return tuple(held(row) for row in self.rows)
+        """Return of each stage the most micro-batches whose activations (of one chunk) it holds at once; none without a backward."""
+        return tuple(held(row) if any(each.kind != "F" for each in row) else 0 for row in self.rows)
 
     def run(self, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0, transfer: float = 0.0) -> Simulation:
         """Simulate it; the costs are of one chunk."""
