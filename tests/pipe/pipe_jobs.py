@@ -91,7 +91,7 @@ def config(count: int, stages: int = 2, **more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": count,
         "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
         "steps_per_print": None,
     }
     pipeline = {"stages": stages, **more.pop("pipeline", {})}
@@ -106,16 +106,19 @@ def plain_run(specs: list[Any], data: list[list[list[Any]]], clip: float = 0.0, 
         for param in getattr(net, str(number)).parameters():
             param.requires_grad_(False)
     trained = [param for param in net.parameters() if param.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     losses, norms = [], []
     for step in data:
         micro = [each for copy_ in step for each in copy_]
-        total = sum(loss(net(inputs), labels) for inputs, labels in micro) / len(micro)
         optimizer.zero_grad()
-        total.backward()
+        total = 0.0
+        for inputs, labels in micro:
+            part = loss(net(inputs), labels) / len(micro)
+            part.backward()
+            total += float(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(trained, clip if clip else float("inf"))
         optimizer.step()
-        losses.append(float(total))
+        losses.append(total)
         norms.append(float(norm))
     return {"losses": losses, "norms": norms, "weights": {name: value.clone() for name, value in net.state_dict().items()}}
 
@@ -140,3 +143,16 @@ def piped_run(
     found = {"losses": losses, "norms": norms, "weights": weights, "held": held, "predicted": plan.activations()[engine.cut.stage], "stage": engine.cut.stage}
     engine.destroy()
     return found
+
+
+def fp16_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[str, Any]) -> dict[str, Any]:
+    """Train in fp16 and say how the loss scale went."""
+    net = PipelineModule(specs, num_stages=cfg["pipeline"]["stages"], loss_fn=loss_fn, seed_layers=True)
+    engine, *_ = stateroom.initialize(model=net, config=cfg)
+    losses, scales = [], []
+    for step in data:
+        losses.append(float(engine.train_batch(iter(step[engine.cut.copy]))))
+        scales.append(engine.loss_scale)
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return {"losses": losses, "scales": scales, "skipped": skipped}
