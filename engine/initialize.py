@@ -83,11 +83,11 @@ def initialize(
     _check_model(model, device)
     _refuse_other_meshes(mpu, mesh_device, mesh_param)
     cfg = _load_config(find_config(config, config_params, args), model, optimizer)
-    cut = cut_model(model, cfg, optimizer, model_parameters)
-    model = model if cut is None else cut.module
     run_dir = Path(cfg.run_dir) if cfg.run_dir else None
     rank = torch.distributed.get_rank()
     job = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
+    cut = cut_model(model, cfg, optimizer, model_parameters, job)
+    model = model if cut is None else cut.module
     comm = job if cut is None else cut.copies_of_stage(job, run_dir / "trace" / f"rank_{rank}.copies.ring" if run_dir else None)
     ties = None if cut is None else Ties(cut.ties(), cut.grid.ranks, cut.stage, device)
     get_logger(cfg.log_level)

@@ -216,7 +216,10 @@ class PipelineEngine(Engine):
         """Cut this rank's connections, so that ranks that wait for it raise instead."""
         self._broken = reason
         self.links.close()
-        if self.sharded.placement.gradients.sharded and self.dp is not self.comm:
+        if self.sharded.placement.gradients.sharded and self.dp is not self.comm:  # they meet within the schedule
+            for unit in self.sharded.units:
+                unit.drop_pending()
+            self.dp.sever()
             self.cut.close_copies()
 
     def _check_usable(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from ..config_schemas import Config
 from ..errors import ConfigError
 from ..parallel import Collectives
+from ..pipe.handover import hand_over
 from ..pipe.module import PipelineModule
 from ..pipe.schedules import KINDS, chunks_of
 from ..pipe.ties import Tie
@@ -111,7 +112,7 @@ def settled(cfg: Config, model: nn.Module) -> Config:
     return cfg.model_copy(update={"mesh": mesh, "pipeline": cfg.pipeline.model_copy(update={"stages": number})})
 
 
-def cut_model(model: nn.Module, cfg: Config, optimizer: Any, model_parameters: Any) -> Cut | None:
+def cut_model(model: nn.Module, cfg: Config, optimizer: Any, model_parameters: Any, job: Collectives) -> Cut | None:
     """Cut a model as the config says; None where there is nothing to cut.
 
     Raises:
@@ -119,7 +120,7 @@ def cut_model(model: nn.Module, cfg: Config, optimizer: Any, model_parameters: A
     """
     section = cfg.pipeline
     if isinstance(model, PipelineModule):
-        _place(model, cfg, optimizer, model_parameters)
+        _place(model, cfg, optimizer, model_parameters, job)
         cut = Cut(model, model, model.grid, section.schedule, model.chunks, whole_batches=False)
     elif section.stages > 1 or section.split is not None:
         if section.split is None:
@@ -136,9 +137,10 @@ def cut_model(model: nn.Module, cfg: Config, optimizer: Any, model_parameters: A
     return cut
 
 
-def _place(model: PipelineModule, cfg: Config, optimizer: Any, model_parameters: Any) -> None:
+def _place(model: PipelineModule, cfg: Config, optimizer: Any, model_parameters: Any, job: Collectives) -> None:
     section = cfg.pipeline
     method = section.partition if cfg.origin.get("pipeline.partition", "default") != "default" else None
+    before, old = model.holders(), model.built_layers()
     moved = model.place(section.schedule, section.chunks, method)
     if moved and (isinstance(optimizer, torch.optim.Optimizer) or model_parameters is not None):
         raise ConfigError(
@@ -146,6 +148,8 @@ def _place(model: PipelineModule, cfg: Config, optimizer: Any, model_parameters:
             "PipelineModule did when it was built, and the optimizer or model_parameters hold the parameters of then. Give "
             "PipelineModule(schedule=..., chunks=..., partition_method=...) what the config says, or pass the optimizer as a function of parameters"
         )
+    if moved:
+        hand_over(job, model.grid.ranks, before, model.holders(), old, model.built_layers())
     if section.activation_checkpoint_interval:
         model.activation_checkpoint_interval = section.activation_checkpoint_interval
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ class Links:
             self._connect(list(chain))
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
+        # Connections close when nothing refers to them any more, and what is under way does: so only this object holds it.
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        self._awaited: dict[tuple[int, int], Any] = {}  # (source, number) -> work
         self.closed = False
 
     def _connect(self, chain: list[int]) -> None:
@@ -71,11 +73,12 @@ class Links:
         self.traffic.setdefault(("send", state), Traffic()).add(tensor.nbytes, tensor.nbytes)
         number = self._sent[to] = self._sent.get(to, 0) + 1
         sequence = self._ring.start("send", state, f"to {to}", tensor.nbytes)
-        try:
-            work = dist.isend(tensor, dst=to, group=self._groups[self._rank, to], tag=number % _TAGS if self._tagged else 0)
-        except (RuntimeError, ValueError) as error:
-            raise self._cut("send to", to, error) from error
-        self._under_way.append((work, tensor))
+        tag = number % _TAGS if self._tagged else 0
+
+        def start() -> None:
+            self._under_way.append((dist.isend(tensor, dst=to, group=self._groups[self._rank, to], tag=tag), tensor))
+
+        self._tried(start, f"send to rank {to}")
         self._ring.end(sequence)
 
     def receive(self, tensor: torch.Tensor, source: int, state: str) -> Pending:
@@ -86,17 +89,16 @@ class Links:
         """
         number = self._received[source] = self._received.get(source, 0) + 1
         sequence = self._ring.start("receive", state, f"from {source}", tensor.nbytes)
-        try:
-            work = dist.irecv(tensor, src=source, group=self._groups[source, self._rank], tag=number % _TAGS if self._tagged else 0)
-        except (RuntimeError, ValueError) as error:
-            raise self._cut("receive from", source, error) from error
+        tag = number % _TAGS if self._tagged else 0
+
+        def start() -> None:
+            self._awaited[source, number] = dist.irecv(tensor, src=source, group=self._groups[source, self._rank], tag=tag)
+
+        self._tried(start, f"receive from rank {source}")
 
         def finish() -> None:
             began = time.perf_counter()
-            try:
-                work.wait()  # type: ignore[union-attr]
-            except RuntimeError as error:
-                raise self._cut("receive from", source, error) from error
+            self._tried(lambda: self._awaited.pop((source, number)).wait(), f"receive from rank {source}")
             self.wait_s += time.perf_counter() - began
             self._ring.end(sequence)
 
@@ -104,20 +106,25 @@ class Links:
 
     def flush(self) -> None:
         """Return when everything sent is on its way and its memory may be used again."""
-        try:
-            while self._under_way:
-                self._under_way[0][0].wait()
-                self._under_way.popleft()
-        except RuntimeError as error:
-            raise self._cut("send from", self._rank, error) from error
+        while self._under_way:
+            self._tried(lambda: self._under_way[0][0].wait(), "finish what it sends")
+            self._under_way.popleft()
 
     def _clear_sent(self) -> None:
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
 
-    def _cut(self, what: str, rank: int, error: BaseException) -> CutError:
-        detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return CutError(f"rank {self._rank} could not {what} rank {rank}: {detail}")
+    def _tried(self, call: Callable[[], Any], what: str) -> None:
+        """Make a call of torch.distributed; its error is told and not kept, since its traceback holds the group."""
+        if self.closed:
+            raise CutError(f"rank {self._rank} could not {what}: its connections are closed")
+        problem = ""
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if problem:
+            raise CutError(f"rank {self._rank} could not {what}: {problem}")
 
     def close(self) -> None:
         """Close the groups: peers that wait for a message here raise. No rank waits for another."""
@@ -127,6 +134,7 @@ class Links:
         groups = {id(group): group for group in self._groups.values() if group is not None}
         self._groups = {}
         self._under_way.clear()
+        self._awaited.clear()
         for group in groups.values():
             if dist.is_initialized():
                 dist.destroy_process_group(group)

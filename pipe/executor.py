@@ -161,15 +161,13 @@ class Executor:
             payload: Any = put_together(spec, tensors)
         else:
             spec, payload = self._post.payload(part, number, before)
-        if self._gradients is None:
-            return payload, []
-        return payload, _wanting(spec, payload)
+        return (payload, []) if self._gradients is None else _entering(spec, payload)
 
     def _pass_on(self, part: int, number: int, payload: Any) -> None:
         to = self._schedule.home(part)
         if to == self._stage:
             spec, tensors = take_apart(payload)
-            self._near[part, number] = (spec, [tensor.detach() for tensor in tensors])
+            self._near[part, number] = (spec, [tensor.detach().clone() for tensor in tensors])  # layers may write into what they get
         else:
             self._post.send_payload(part, number, to, payload)
 
@@ -228,10 +226,28 @@ class Executor:
             self._post.send_gradients(to, gradients)
 
 
-def _wanting(spec: Spec, payload: Any) -> list[torch.Tensor]:
-    """Let the tensors of a payload that want a gradient take one, and return them."""
-    found = []
+def _entering(spec: Spec, payload: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return a payload for layers to work on, and those of its tensors that take a gradient."""
+    wanting: list[torch.Tensor] = []
+    entered = []
     for leaf, tensor in zip(spec.leaves, take_apart(payload)[1], strict=True):
         if leaf.wants_grad:
-            found.append(tensor.requires_grad_())
-    return found
+            wanting.append(tensor.detach().requires_grad_())
+            tensor = _Enter.apply(wanting[-1], tensor)
+        entered.append(tensor)
+    return put_together(spec, entered), wanting
+
+
+class _Enter(torch.autograd.Function):
+    """Passes the gradient of what layers work on to the tensor that arrived: they may write into the former, not into a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return the memory that arrived as a tensor of its own, no view of anything."""
+        own = torch.empty(0, dtype=arrived.dtype, device=arrived.device)
+        return own.set_(arrived.untyped_storage(), arrived.storage_offset(), arrived.size(), arrived.stride())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """Pass it on."""
+        return gradient, None

@@ -211,6 +211,21 @@ class PipelineModule(nn.Module):
             raise ConfigError(f"layer {number}: {layer} made a {type(made).__name__}, not a module")
         return made
 
+    def built_layers(self) -> dict[str, nn.Module]:
+        """Return the layers on this stage that were built from a description, by the name under which they are saved."""
+        found = {f"{TIED}.{key}": module for key, module in getattr(self, TIED).items()} if hasattr(self, TIED) else {}
+        specs = (number for number in self.own_layers if type(self.layer_specs[number]) is not TiedLayerSpec)
+        return found | {str(n): getattr(self, str(n)) for n in specs if isinstance(self.layer_specs[n], LayerSpec)}
+
+    def holders(self) -> dict[str, list[int]]:
+        """Return layer -> stages that hold it, for layers that are built from a description."""
+        found: dict[str, list[int]] = {}
+        for number, layer in enumerate(self.layer_specs):
+            if isinstance(layer, LayerSpec):
+                name = f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(number)
+                found.setdefault(name, []).append(self.stage_of(number))
+        return found
+
     # ---- what is shared between stages
 
     def ties(self) -> list[Tie]:

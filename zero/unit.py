@@ -253,6 +253,10 @@ class Unit:
         self._drop()
         self.access_handler = _lost
 
+    def drop_pending(self) -> None:
+        """Forget a gather under way, whose peers will not come any more."""
+        self._pending = None
+
     def discard(self) -> None:
         """Let go of parameters that another unit has taken over."""
         self.holds = 0
