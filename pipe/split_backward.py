@@ -30,10 +30,12 @@ def backward_for_inputs(
     Args:
         outputs: what `presentable` returned; detached afterwards. gradients: theirs, or None for a loss.
     """
-    _, groups = stage_backward_input(
-        list(outputs), None if gradients is None else list(gradients), list(inputs), iter(weights)
-    )
-    return groups
+    cause: BaseException | None = None
+    try:
+        return stage_backward_input(list(outputs), None if gradients is None else list(gradients), list(inputs), iter(weights))[1]
+    except RuntimeError as error:  # torch wraps whatever a layer raises, with all values in the message
+        cause = error.__cause__ or error
+    raise cause
 
 
 def backward_for_weights(weights: Sequence[nn.Parameter], groups: list[Any]) -> None:
