@@ -12,7 +12,6 @@ import torch
 
 from ..errors import EngineError, RankError, StateroomError
 from ..parallel import Collectives
-from ..parallel.links import CutError
 from ..pipe.executor import MicroBatch
 from ..pipe.payload import take_apart
 from .pipeline_setup import Cut
@@ -153,7 +152,7 @@ class Agreement:
             failed = bool(rows[:, 0].any())
             told = self._comm.gather_objects(_told(self._error)) if failed else []
         except RankError as error:
-            if self._error is not None and not isinstance(self._error, CutError):
+            if self._error is not None and not isinstance(self._error, RankError):
                 raise self._error from None
             raise error
         if failed:
@@ -168,7 +167,7 @@ class Agreement:
 
     def _raise_first(self, told: list[tuple[str, bool]]) -> None:
         """Raise the first cause: on its own rank as it is, elsewhere by name."""
-        if self._error is not None and not isinstance(self._error, CutError):
+        if self._error is not None and not isinstance(self._error, RankError):
             raise self._error
         causes = [(rank, text) for rank, (text, is_cause) in enumerate(told) if is_cause]
         if not causes:
@@ -186,4 +185,4 @@ def _told(error: BaseException | None) -> tuple[str, bool]:
     if error is None:
         return "", False
     text = str(error) if isinstance(error, StateroomError) else _short(error)
-    return text, not isinstance(error, CutError)
+    return text, not isinstance(error, RankError)

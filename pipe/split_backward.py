@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 
 def presentable(output: torch.Tensor) -> torch.Tensor:
@@ -30,6 +29,8 @@ def backward_for_inputs(
     Args:
         outputs: what `presentable` returned; detached afterwards. gradients: theirs, or None for a loss.
     """
+    from torch.distributed.pipelining._backward import stage_backward_input  # costs seconds: only where it is needed
+
     cause: BaseException | None = None
     try:
         return stage_backward_input(list(outputs), None if gradients is None else list(gradients), list(inputs), iter(weights))[1]
@@ -40,4 +41,6 @@ def backward_for_inputs(
 
 def backward_for_weights(weights: Sequence[nn.Parameter], groups: list[Any]) -> None:
     """Leave gradients on the weights."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
     stage_backward_weight(iter(weights), groups)
