@@ -27,6 +27,9 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "checkpoint": (".checkpoint", None),
     "checkpointing": (".engine.checkpointing", None),
     "hf": (".hf", None),
+    "pipe": (".pipe", None),
+    "PipelineModule": (".pipe", "PipelineModule"),
+    "PipelineEngine": (".engine", "PipelineEngine"),
     "ops": (".ops", None),
     "runtime": (".runtime", None),
     "ConfigError": (".errors", "ConfigError"),
@@ -38,13 +41,9 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "StateroomError": (".errors", "StateroomError"),
 }
 
-_LATER = "this version has no pipelines; leave the model a plain module"
 _TRAINS = "this is a training engine: save the weights with engine.save_16bit_model() and serve them elsewhere"
 # names of DeepSpeed's that scripts may ask for in vain -> why
 _ABSENT = {
-    "PipelineModule": _LATER,
-    "PipelineEngine": _LATER,
-    "pipe": _LATER,
     "moe": "this version has no layer for experts; a model's own experts are trained like any module",
     "init_inference": _TRAINS,
     "tp_model_init": "this version does not cut matrices over ranks; ZeRO-3 shards them for training",

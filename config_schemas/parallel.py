@@ -10,7 +10,7 @@ from .fields import HONOURED, Bool, Dtype, Float, Int, Section, Str, key, later,
 class Mesh(Section):
     """The grid of ranks: the product of the axes pp, dp_replicate, dp_shard, cp and tp is the number of ranks."""
 
-    pp: Int = key(1, "Pipeline stages.", effect=later("models are not cut into stages"), alters="result", ge=1)
+    pp: Int = key(1, "Pipeline stages.", effect=HONOURED, ge=1)
     dp_replicate: Int = key(1, "Copies of the sharded states.", effect=later("states are sharded over all ranks"), alters="placement", ge=1)
     dp_shard: Int | None = key(None, "Ranks over which states are sharded; absent means all that are left.", effect=HONOURED, ge=1)
     cp: Int = key(1, "Ranks that share one sequence.", effect=later("sequences stay whole"), alters="result", ge=1)

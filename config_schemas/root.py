@@ -98,7 +98,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = section("Which activations are recomputed.", effect=HONOURED)
     units: Units = section("Which parameters travel together.", effect=HONOURED)
     mesh: Mesh = section("The grid of ranks.", effect=HONOURED)
-    pipeline: Pipeline = section("A model cut into stages.", effect=later("models are not cut into stages"))
+    pipeline: Pipeline = section("A model cut into stages.", effect=HONOURED)
     tensor_parallel: TensorParallel = section("Matrices shared by ranks.", effect=later("matrices stay whole in compute"))
     expert_parallel: ExpertParallel = section("Experts shared by ranks.", effect=later("experts stay together"))
     compile: Compile = section("torch.compile over the units.", effect=HONOURED)

@@ -7,6 +7,7 @@ from typing import Any
 
 _LAZY = {
     "Engine": ".engine",
+    "PipelineEngine": ".pipeline",
     "add_config_arguments": ".arguments",
     "initialize": ".initialize",
 }

@@ -59,6 +59,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         progress: Progress,
         loss_fn: Any = None,
         loader: EngineLoader | None = None,
+        job: Collectives | None = None,
     ) -> None:
         super().__init__()
         self.module = model.module
@@ -70,7 +71,8 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.training_dataloader = loader
         self.loss_fn = loss_fn
         self.scaler = scale
-        self.comm: Collectives = model.comm
+        self.dp: Collectives = model.comm  # ranks that hold the same part of the model
+        self.comm: Collectives = self.dp if job is None else job  # all ranks
         self.device = model.comm.device
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.losses: torch.Tensor | None = None
@@ -140,10 +142,10 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         backward = self.sharded.backward
         if backward.active:
             return
-        ranks = 1 if self.config.gradient_allreduce_op == "sum" else self.comm.world
+        ranks = 1 if self.config.gradient_allreduce_op == "sum" else self.dp.world
         micro_batches = self.gradient_accumulation_steps() if scale_wrt_gas and self.config.managed_gradient_accumulation else 1
         backward.factor = 1.0 / (ranks * micro_batches)
-        every_pass = self.comm.world > 1 and (self.sharded.placement.reduces_every_pass or self.config.deterministic)
+        every_pass = self.dp.world > 1 and (self.sharded.placement.reduces_every_pass or self.config.deterministic)
         backward.sync = not self._in_no_sync and (every_pass or self.is_gradient_accumulation_boundary())
         backward.plain_refusal = _PLAIN_FP16 if self.scaler.scale != 1.0 else None
 
@@ -257,7 +259,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         self._after_update(optimizer, lr_kwargs)
-        mark, self._traffic_mark = self._traffic_mark, self.comm.snapshot()
+        mark, self._traffic_mark = self._traffic_mark, self.dp.snapshot()
         self.last_step_traffic = step_traffic(mark, self._traffic_mark)
         self._timers.add("step", began)
         loss = sum(report[1] for report in optimizer.reports) / len(optimizer.reports) if had_loss else None
@@ -316,7 +318,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
             "skipped": self.skipped_steps,
             "applied": self._step_applied,
         }
-        tokens, self._tokens = self._tokens * self.comm.world, 0
+        tokens, self._tokens = self._tokens * self.dp.world, 0
         self.progress.step(record, tokens, self._timers.take())
 
     def _count_tokens(self, args: Any, kwargs: Any) -> None:
@@ -355,11 +357,11 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         Raises:
             ConfigError: it is not a multiple of micro batch times ranks.
         """
-        per_micro = self.train_micro_batch_size_per_gpu() * self.comm.world
+        per_micro = self.train_micro_batch_size_per_gpu() * self.dp.world
         if train_batch_size <= 0 or train_batch_size % per_micro:
             raise ConfigError(
                 f"train batch {train_batch_size} is not a multiple of {per_micro} (micro batch {self.train_micro_batch_size_per_gpu()} x "
-                f"{self.comm.world} ranks); nearest legal: {max(1, train_batch_size // per_micro) * per_micro}"
+                f"{self.dp.world} ranks); nearest legal: {max(1, train_batch_size // per_micro) * per_micro}"
             )
         update = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // per_micro}
         self.config = self.config.model_copy(update=update)
@@ -384,7 +386,9 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.regions.remove()
         self.sharded.remove()
         self.progress.close()
-        self.comm.close()
+        self.dp.close()
+        if self.comm is not self.dp:
+            self.comm.close()
         if self.optimizer is not None:
             self.optimizer.before_update = None
         self.optimizer = None

@@ -52,7 +52,8 @@ def prepare(
         return _existing(optimizer, names)
     groups = _groups(module, model_parameters, names)
     if callable(optimizer):
-        made = optimizer([*groups[0]["params"]] if len(groups) == 1 and set(groups[0]) == {"params"} else groups)
+        plain = len(groups) == 1 and set(groups[0]) == {"params"} and groups[0]["params"]
+        made = optimizer([*groups[0]["params"]] if plain else groups)
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(f"optimizer(params) returned {type(made).__name__}, not a torch.optim.Optimizer")
         _refuse(type(made).__name__)

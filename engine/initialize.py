@@ -15,6 +15,8 @@ from torch import nn
 from ..config_schemas import Config, Facts, load
 from ..errors import ConfigError, EngineError
 from ..parallel import Collectives, axis_sizes, init_distributed, local_device
+from ..parallel.links import Links
+from ..pipe.ties import Ties
 from ..version import __version__
 from ..zero.backward import IN_FLIGHT
 from ..zero.leaf import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
@@ -29,6 +31,7 @@ from .engine import Engine
 from .groups import OptimizerLike, Prepared, prepare
 from .loss_scale import LossScale
 from .offload import is_separable, tiers_of
+from .pipeline_setup import Cut, cut_model, settled, stages_of
 from .precision import loss_scale, state_dtypes
 from .progress import Progress, get_logger
 from .regions import Regions, compiler_of
@@ -84,22 +87,36 @@ def initialize(
     cfg = _load_config(find_config(config, config_params, args), model, optimizer)
     run_dir = Path(cfg.run_dir) if cfg.run_dir else None
     rank = torch.distributed.get_rank()
-    comm = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
+    job = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
+    cut = cut_model(model, cfg, optimizer, model_parameters, job)
+    model = model if cut is None else cut.module
+    comm = job if cut is None else cut.copies_of_stage(job, run_dir / "trace" / f"rank_{rank}.copies.ring" if run_dir else None)
+    ties = None if cut is None else Ties(cut.ties(), cut.grid.ranks, cut.stage, device)
     get_logger(cfg.log_level)
     progress = Progress(rank, cfg.steps_per_print, run_dir, device, cfg.wall_clock_breakdown, cfg.memory_breakdown)
     _say_notes(cfg, progress)
     _apply_globals(cfg)
     prepared = prepare(model, optimizer, model_parameters, cfg.optimizer, state_dtypes(cfg), fp32_states=not cfg.bf16.bf16_optimizer_states)
-    tiers = tiers_of(cfg, model, prepared, comm, progress.say)
-    sharded, sharded_optimizer, scale = _place(model, cfg, prepared, comm, tiers)
+    tiers = tiers_of(cfg, model, prepared, comm, job, progress.say)
+    sharded, sharded_optimizer, scale = _place(model, cfg, prepared, comm, job, ties, tiers)
     scheduler = _scheduler(lr_scheduler, cfg, sharded_optimizer, prepared)
     regions = _regions(sharded, cfg, compiled_with)
     loader = _loader(training_data, collate_fn, cfg, comm)
-    engine = Engine(sharded, sharded_optimizer, scheduler, cfg, scale, regions, progress, loss_fn, loader)
+    made = (sharded, sharded_optimizer, scheduler, cfg, scale, regions, progress, loss_fn, loader, job)
+    engine = Engine(*made) if cut is None or ties is None else pipelined(cut, ties, made)
     _write_run_dir(engine, run_dir)
     _say_summary(engine)
     comm.traffic.clear()  # the account of steps starts here
     return engine, sharded_optimizer, loader, scheduler
+
+
+def pipelined(cut: Cut, ties: Ties, made: tuple[Any, ...]) -> Engine:
+    """Return the engine of a model in stages, its stages connected."""
+    from .pipeline import PipelineEngine
+
+    job: Collectives = made[-1]
+    chains = [[row[copy] for row in cut.grid.ranks] for copy in range(cut.grid.copies)]
+    return PipelineEngine(*made, cut=cut, ties=ties, links=Links(chains, job.device, job.ring))
 
 
 # ---- config
@@ -107,7 +124,9 @@ def initialize(
 
 def _load_config(source: Any, model: nn.Module, optimizer: Any) -> Config:
     world = torch.distributed.get_world_size()
-    cfg = load(source, ranks=world, facts=_facts(model, optimizer))
+    stages = stages_of(model)
+    copies = None if stages is None else world // stages
+    cfg = settled(load(source, dp_world=copies, ranks=world, facts=_facts(model, optimizer)), model)
     refused = cfg.unsupported("result")
     if refused:
         raise ConfigError(
@@ -183,7 +202,13 @@ def _check_model(model: nn.Module, device: torch.device) -> None:
 
 
 def _place(
-    model: nn.Module, cfg: Config, prepared: Prepared | None, comm: Collectives, tiers: Tiers | None
+    model: nn.Module,
+    cfg: Config,
+    prepared: Prepared | None,
+    comm: Collectives,
+    job: Collectives,
+    ties: Ties | None,
+    tiers: Tiers | None,
 ) -> tuple[ShardedModel, ShardedOptimizer | None, LossScale]:
     zero = cfg.zero_optimization
     placement = STAGES[zero.stage]
@@ -198,9 +223,12 @@ def _place(
         closed=[*zero.leaf_module.classes, *zero.leaf_module.names, *zero.leaf_module.name_suffixes],
         ahead_numel=_ahead(cfg),
         in_flight=0 if _overlap_is_off(cfg) else IN_FLIGHT,
+        apart={} if ties is None else ties.apart,
     )
     group_of = prepared.group_of if prepared is not None else {}
     sharded = ShardedModel(model, group_of, placement, comm, state_dtypes(cfg), options, whole=whole, tiers=tiers)
+    if ties is not None:
+        ties.take_units(sharded.units, sharded.replaced)
     scale = loss_scale(cfg)
     if prepared is None:
         return sharded, None, scale
@@ -216,6 +244,7 @@ def _place(
         clip=cfg.gradient_clipping,
         tiers=tiers,
         separable=is_separable(prepared.inner),
+        job=job,
     )
     sharded_optimizer.demand_all_gradients = not zero.ignore_unused_parameters
     sharded_optimizer.admit = sharded.growth.admit
@@ -305,13 +334,14 @@ def _write_run_dir(engine: Engine, run_dir: Path | None) -> None:
 
 def _say_summary(engine: Engine) -> None:
     units = engine.sharded.units
+    shared = f" of stage 0 of {engine.config.mesh.pp}" if engine.config.mesh.pp > 1 else ""
     numel = sum(unit.layout.numel for unit in units)
     trainable = sum(unit.layout.numel for unit in units if unit.trainable)
     train, micro, steps = engine.get_batch_info()
     name = "no optimizer" if engine.optimizer is None else type(engine.optimizer.inner).__name__
     engine.progress.say(
-        f"ZeRO stage {engine.zero_optimization_stage()} on {engine.comm.world} rank(s) ({engine.device.type}): {numel:,} parameters "
-        f"({trainable:,} trainable) in {len(units)} units; {name}; batch {train} = {micro} x {steps} x {engine.comm.world}"
+        f"ZeRO stage {engine.zero_optimization_stage()} on {engine.comm.world} rank(s) ({engine.device.type}): {numel:,} parameters{shared} "
+        f"({trainable:,} trainable) in {len(units)} units; {name}; batch {train} = {micro} x {steps} x {engine.dp.world}"
     )
     if engine.config.dump_state:
         for unit in units:

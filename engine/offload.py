@@ -26,8 +26,14 @@ _HALF = (torch.float16, torch.bfloat16)
 _STATES_AT_LEAST = 4  # buffers that a sub-group takes: master weights, gradients and Adam's two states
 
 
-def tiers_of(cfg: Config, model: nn.Module, prepared: Prepared | None, comm: Collectives, say: Callable[[str], None]) -> Tiers | None:
+def tiers_of(
+    cfg: Config, model: nn.Module, prepared: Prepared | None, comm: Collectives, job: Collectives, say: Callable[[str], None]
+) -> Tiers | None:
     """Return the tiers that the config asks for, or None where everything stays on the device; every rank must call it.
+
+    Args:
+        comm: the ranks that share the model's states.
+        job: all ranks; each has files of its own.
 
     Raises:
         ConfigError: the optimizer cannot be updated in pieces.
@@ -44,13 +50,13 @@ def tiers_of(cfg: Config, model: nn.Module, prepared: Prepared | None, comm: Col
         )
     if options.pinned and comm.device.type == "cpu" and _given(cfg, "pin_memory"):
         say("config: pin_memory: no effect here: without an accelerator no memory is page-locked")
-    tiers = Tiers(options, comm.rank, comm.device, say)
+    tiers = Tiers(options, job.rank, comm.device, say)
     trouble = ""
     try:
         tiers.check(_needs(cfg, model, prepared, options, comm.world))
     except Exception as error:  # told to all ranks: one that is left alone would wait for the others
-        trouble = f"rank {comm.rank}: {error}"
-    troubles = [text for text in comm.gather_objects(trouble) if text]
+        trouble = f"rank {job.rank}: {error}"
+    troubles = [text for text in job.gather_objects(trouble) if text]
     if troubles:
         raise ConfigError("; ".join(troubles))
     return tiers

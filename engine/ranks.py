@@ -1,4 +1,4 @@
-"""The engine's answers about ranks under DeepSpeed's names; all ranks are data-parallel in this version."""
+"""The engine's answers about ranks under DeepSpeed's names; ranks that share matrices do not exist in this version."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from ..parallel import Collectives
 
 
 class RankGetters:
-    """Mixed into Engine; reads `self.comm` and nothing else."""
+    """Mixed into Engine; reads `self.dp` and nothing else."""
 
-    comm: Collectives
+    dp: Collectives
 
     def get_data_parallel_rank(self) -> int:
         """Rank of this process among those that average gradients."""
-        return self.comm.rank
+        return self.dp.rank
 
     def get_model_parallel_rank(self) -> int:
         """0: no ranks share a matrix."""

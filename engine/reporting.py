@@ -25,7 +25,7 @@ def ledger_of(engine: Engine) -> Ledger:
     records = [_unit_record(unit, engine) for unit in engine.sharded.units]
     optimizer = [] if engine.optimizer is None else _optimizer_records(engine.optimizer)
     placement = engine.sharded.placement
-    predicted = predict_states(records, placement, engine.comm.rank, optimizer)
+    predicted = predict_states(records, placement, engine.dp.rank, optimizer)
     measured = _measured(engine)
     cells = {
         "parameters": placement.parameters,
@@ -141,11 +141,11 @@ def _note(engine: Engine, state: str) -> str:
 
 def _traffic_rows(engine: Engine, records: list[UnitRecord]) -> list[TrafficRow]:
     counted = engine.last_step_traffic
-    if engine.comm.world == 1 or not counted:
+    if engine.dp.world == 1 or not counted:
         return []
     every_pass = engine.sharded.placement.reduces_every_pass or engine.config.deterministic
     predicted = predict_traffic(
-        records, engine.sharded.placement, engine.comm.world, engine.gradient_accumulation_steps(), reduces_every_pass=every_pass
+        records, engine.sharded.placement, engine.dp.world, engine.gradient_accumulation_steps(), reduces_every_pass=every_pass
     )
     predicted.update(_predicted_control(engine))
     rows = []

@@ -37,6 +37,7 @@ class EngineSurface:
     optimizer: ShardedOptimizer | None
     sharded: ShardedModel
     comm: Collectives
+    dp: Collectives
     device: torch.device
     config: Any
     scaler: LossScale
@@ -102,7 +103,7 @@ class EngineSurface:
     @property
     def dp_world_size(self) -> int:
         """Number of data-parallel ranks."""
-        return self.comm.world
+        return self.dp.world
 
     mp_world_size = 1
 
@@ -244,8 +245,8 @@ class EngineSurface:
         return EngineLoader(
             dataset,
             batch_size or self.config.train_micro_batch_size_per_gpu,
-            self.comm.rank,
-            self.comm.world,
+            self.dp.rank,
+            self.dp.world,
             seed=self.config.seed or 0,
             drop_last=self.config.dataloader_drop_last,
             collate_fn=collate_fn,
@@ -259,7 +260,7 @@ class EngineSurface:
         """Reduce now what backward passes have left on this rank; every rank must call it. Units are the buckets."""
         units = self.sharded.backward.units
         dirty = torch.tensor([int(unit.gradients.dirty) for unit in units], dtype=torch.int32, device=self.device)  # type: ignore[union-attr]
-        self.sharded.backward.flush((self.comm.sum_(dirty) > 0).tolist())
+        self.sharded.backward.flush((self.dp.sum_(dirty) > 0).tolist())
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -272,7 +273,7 @@ class EngineSurface:
         """Change the samples of one forward; the accumulation steps stay, the train batch follows."""
         if micro_batch_size <= 0:
             raise ConfigError(f"train_micro_batch_size_per_gpu must be at least 1, got {micro_batch_size}")
-        train = micro_batch_size * self.config.gradient_accumulation_steps * self.comm.world
+        train = micro_batch_size * self.config.gradient_accumulation_steps * self.dp.world
         self.config = self.config.model_copy(update={"train_micro_batch_size_per_gpu": micro_batch_size, "train_batch_size": train})
 
     def empty_partition_cache(self) -> None:

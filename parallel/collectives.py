@@ -210,6 +210,10 @@ class Collectives:
         """Return a copy of the counters, keyed (kind, state)."""
         return {key: Traffic(t.calls, t.num_bytes, t.sent_bytes) for key, t in self.traffic.items()}
 
+    def sever(self) -> None:
+        """Let go of the group, so that it closes once it is destroyed and peers that wait here raise; nothing can be sent after."""
+        self.group = self._transport = None  # type: ignore[assignment]
+
     def close(self) -> None:
         """Release the ring and end the watch."""
         self._watch.close()

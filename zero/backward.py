@@ -199,6 +199,13 @@ class BackwardPass:
         if left == 0:
             self._unit_complete(unit)
 
+    def collect_left(self, units: Sequence[Unit]) -> None:
+        """Collect gradients that were left on the parameters of `units` by other means than a backward over them."""
+        for unit in units:
+            for slot in unit.slots:
+                if slot.param.grad is not None:
+                    self._collect(unit, slot.index)
+
     def passed(self, unit: Unit) -> None:
         """Take note that the backward needs a unit no more: what has no gradient gets none, and its reduction need not wait.
 

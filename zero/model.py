@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,7 @@ class UnitOptions:
     ahead_numel: int | None = None
     in_flight: int = IN_FLIGHT
     keep_dtype_of: tuple[type, ...] = field(default=(nn.modules.batchnorm._BatchNorm,))
+    apart: Mapping[int, str] = field(default_factory=dict)  # id of a parameter -> name of the unit that holds it and its like
 
 
 @dataclass
@@ -90,7 +91,7 @@ class ShardedModel:
         self.units: list[Unit] = []
         self.group_of = group_of
         _refuse_unplaceable(module, comm.world)
-        self._keep_dtype_of = options.keep_dtype_of
+        self._keep_dtype_of, self._apart = options.keep_dtype_of, options.apart
         kept = kept_dtypes(module, options.keep_dtype_of)
         sites = pick_sites(module, classes=options.classes, min_numel=options.min_numel, max_numel=options.max_numel, closed=options.closed)
         self.sites = self._build(sites, kept)
@@ -134,11 +135,15 @@ class ShardedModel:
         return built
 
     def _plans_of(self, site: Site, kept: set[int]) -> list[UnitPlan]:
-        kinds = split_kinds(site.params, self.precision.compute, kept)
         plans = []
-        for (trainable, dtype), params in kinds.items():
-            name = site.name if len(kinds) == 1 else f"{site.name}[{'' if trainable else 'frozen '}{str(dtype).removeprefix('torch.')}]"
-            plans.append(self._plan(name, params, dtype, trainable))
+        for apart in dict.fromkeys(["", *(self._apart.get(id(param), "") for _, param in site.params)]):
+            members = [(name, param) for name, param in site.params if self._apart.get(id(param), "") == apart]
+            kinds = split_kinds(members, self.precision.compute, kept)
+            for (trainable, dtype), params in kinds.items():
+                name = apart or site.name
+                if len(kinds) > 1:
+                    name += f"[{'' if trainable else 'frozen '}{str(dtype).removeprefix('torch.')}]"
+                plans.append(self._plan(name, params, dtype, trainable))
         return plans
 
     def _bring(self, materializer: Materializer, site: Site, plans: list[UnitPlan]) -> None:

@@ -55,11 +55,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         clip: float = 0.0,
         tiers: Tiers | None = None,
         separable: bool = False,
+        job: Collectives | None = None,
     ) -> None:
         # Optimizer.__init__ would want parameters; the inner optimizer has them.
         self.inner = inner
         self.units = [unit for unit in units if unit.gradients is not None]
         self.comm = comm
+        self.job = comm if job is None else job  # over whom norms are summed: other stages of the model are other ranks
+        self.on_reduced: Callable[[Sequence[Unit], list[bytes]], list[bytes]] | None = None  # see pipe/ties.py
         self.backward_pass = backward
         self.scale = scale
         self.clip = clip
@@ -129,6 +132,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.backward_pass.forget()
             raise EngineError(message)
         touched = self._agree()
+        if self.on_reduced is not None:
+            touched = self.on_reduced(self.units, touched)
         if self.demand_all_gradients:
             self._refuse_unused(touched)
         norm = self._global_norm()
@@ -178,6 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for slot in unit.slots
             if slot.param.requires_grad and not flags[slot.index]
         ]
+        if self.job is not self.comm:
+            unused = list(dict.fromkeys(name for names in self.job.gather_objects(unused) for name in names))
         if unused:
             self.backward_pass.after_step()
             raise EngineError(
@@ -204,6 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the norms of the pieces of all units, those of one dtype together."""
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}
         for unit in self.units:
+            if unit.is_copy:
+                continue
             gradients = unit.gradients
             assert gradients is not None
             if gradients.home is not None and dtype is None:
@@ -231,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             mine = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
         extra = [torch.as_tensor(value, dtype=torch.float64, device=self.comm.device).reshape(1) for value in self.report]
-        rows = self.comm.gather_rows(torch.cat([mine, *extra])).tolist()
+        rows = self.job.gather_rows(torch.cat([mine, *extra])).tolist()
         self.reports = [row[1:] for row in rows]
         squares = [row[0] for row in rows]
         return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
@@ -276,7 +285,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rows = self.comm.gather_rows(torch.tensor([found], dtype=torch.float64, device=self.comm.device))
         first = rows.min().item()
         names = [slot.name for unit in self.units for slot in unit.slots]
-        return names[int(first)] if math.isfinite(first) else "none (the norm itself overflows)"
+        name = names[int(first)] if math.isfinite(first) else ""
+        if self.job is not self.comm:
+            name = next(filter(None, self.job.gather_objects(name)), "")
+        return name or "none (the norm itself overflows)"
 
     # ---- state of this rank
 

@@ -73,6 +73,11 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def _holds_blocks(module: nn.Module) -> bool:
+    """Return whether a module's children are blocks: the containers of torch, and modules that say so of themselves."""
+    return isinstance(module, CONTAINERS) or getattr(module, "holds_blocks", False) is True
+
+
 def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
@@ -97,7 +102,7 @@ def _repeated(
 
     Where the repeated children are lists themselves (`for attention, mlp in self.layers`), each entry of such a row is taken.
     """
-    kinds = Counter(type(child) for child in module.children() if _numel(child)) if isinstance(module, CONTAINERS) else Counter()
+    kinds = Counter(type(child) for child in module.children() if _numel(child)) if _holds_blocks(module) else Counter()
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         is_repeated = kinds[type(child)] >= 2 or (is_row and bool(_numel(child)))

@@ -54,6 +54,7 @@ class Unit:
         self.lo, self.hi = layout.interval(comm.rank)
         self.pinned = False  # stays gathered from the start of a forward to the end of its backward
         self.lost = False  # the engine was destroyed while only shards existed
+        self.is_copy = False  # another stage has the same parameters and owns them: they are counted and saved there
         self.holds = 0  # contexts that need the values to stay
         self.access_handler: AccessHandler | None = None
         self.copy_handler: AccessHandler | None = None
@@ -315,6 +316,10 @@ class Unit:
         self.lost = True
         self._drop()
         self.access_handler = _lost
+
+    def drop_pending(self) -> None:
+        """Forget a gather under way, whose peers will not come any more."""
+        self._pending = None
 
     def discard(self) -> None:
         """Let go of parameters that another unit has taken over."""

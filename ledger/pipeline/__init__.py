@@ -1,8 +1,8 @@
 """Pipelines: bubbles and activations by formula, instructions of each schedule, and their simulation."""
 
 from .formulas import SCHEDULES, Schedule, activation_factor, bubble_share, bubble_time, microbatches
-from .instructions import Instruction, instructions
-from .simulate import Simulation, simulate
+from .instructions import Instruction, home_of, instructions, virtual_stage
+from .simulate import Simulation, held, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -12,7 +12,10 @@ __all__ = [
     "activation_factor",
     "bubble_share",
     "bubble_time",
+    "held",
+    "home_of",
     "instructions",
     "microbatches",
     "simulate",
+    "virtual_stage",
 ]

@@ -10,11 +10,26 @@ from .formulas import schedule_named
 
 @dataclass(frozen=True)
 class Instruction:
-    """One piece of work: F forward, B backward (for inputs alone where a W follows it), W backward for weights."""
+    """One piece of work: F forward, B backward, or its two halves: I backward for inputs, W backward for weights."""
 
     kind: str
     microbatch: int
     chunk: int = 0
+
+
+def virtual_stage(stage: int, chunk: int, stages: int, *, vee: bool) -> int:
+    """Return which part of the model, counted from its input, a stage's chunk is.
+
+    Chunks go round the stages (the last stage's is followed by the first stage's next one), or, for a `vee`, down the
+    stages and up again, so that the first stage holds the first part and the last.
+    """
+    return chunk * stages + (stages - 1 - stage if vee and chunk % 2 else stage)
+
+
+def home_of(virtual: int, stages: int, *, vee: bool) -> tuple[int, int]:
+    """Return (stage, chunk) of a part of the model: the inverse of `virtual_stage`."""
+    chunk, at = divmod(virtual, stages)
+    return (stages - 1 - at if vee and chunk % 2 else at), chunk
 
 
 def instructions(schedule: str, stages: int, microbatches: int, interleave: int = 1) -> list[list[Instruction]]:
@@ -27,7 +42,7 @@ def instructions(schedule: str, stages: int, microbatches: int, interleave: int 
     if interleave > 1:
         if name != "1f1b":
             raise LedgerError(f"only 1f1b is interleaved here, not {name}")
-        if microbatches % stages:
+        if microbatches > stages and microbatches % stages:
             near = sorted({microbatches // stages * stages, (microbatches // stages + 1) * stages} - {0})
             raise LedgerError(f"{microbatches} micro-batches do not divide by {stages} stages; nearest: {' or '.join(map(str, near))}")
         return [_interleaved(stage, stages, microbatches, interleave) for stage in range(stages)]
@@ -53,14 +68,15 @@ def _one_f_one_b(stage: int, stages: int, count: int) -> list[Instruction]:
 
 
 def _zero_bubble(stage: int, stages: int, count: int) -> list[Instruction]:
-    """1F1B whose weight gradients wait: each W runs once as many B as the stage's number are ahead of it, the rest at the end."""
+    """1F1B whose weight gradients wait: each W runs once as many I as the stage's number are ahead of it, the rest at the end."""
     made: list[Instruction] = []
     written = 0
     done = 0
     for each in _one_f_one_b(stage, stages, count):
-        made.append(each)
-        if each.kind != "B":
+        if each.kind == "F":
+            made.append(each)
             continue
+        made.append(Instruction("I", each.microbatch))
         done += 1
         if done - written > stage:
             made.append(Instruction("W", written))
@@ -70,17 +86,17 @@ def _zero_bubble(stage: int, stages: int, count: int) -> list[Instruction]:
 
 def _interleaved(stage: int, stages: int, count: int, chunks: int) -> list[Instruction]:
     """Groups of `stages` micro-batches pass the chunks in turn; the warm-up is long enough for every chunk of the later stages."""
-    total = count * chunks
+    total, size = count * chunks, min(stages, count)
 
     def forward(index: int) -> Instruction:
-        group, inside = divmod(index, stages * chunks)
-        return Instruction("F", group * stages + inside % stages, inside // stages)
+        group, inside = divmod(index, size * chunks)
+        return Instruction("F", group * size + inside % size, inside // size)
 
     def backward(index: int) -> Instruction:
-        group, inside = divmod(index, stages * chunks)
-        return Instruction("B", group * stages + inside % stages, chunks - 1 - inside // stages)
+        group, inside = divmod(index, size * chunks)
+        return Instruction("B", group * size + inside % size, chunks - 1 - inside // size)
 
-    warm = min((stages - 1 - stage) * 2 + (chunks - 1) * stages, total)
+    warm = min((stages - 1 - stage) * 2 + (chunks - 1) * size, total)
     made = [forward(index) for index in range(warm)]
     for index in range(warm, total):
         made += [forward(index), backward(index - warm)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..problems import LedgerError
-from .instructions import Instruction
+from .instructions import Instruction, virtual_stage
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,22 @@ def simulate(
     backward: float = 1.0,
     weight: float = 1.0,
     transfer: float = 0.0,
+    *,
+    vee: bool = False,
 ) -> Simulation:
     """Return the course of a schedule whose stages take the same time for a chunk.
 
     Args:
-        forward, backward, weight: seconds of F, B and W of one chunk; a schedule without W does both in B.
+        forward, backward, weight: seconds of F, I and W of one chunk; a B is both an I and a W.
         transfer: seconds from one stage to the next, during which both work on.
+        vee: chunks go down the stages and up again; see `virtual_stage`.
 
     Raises:
         LedgerError: the instructions wait for each other for ever, or one is missing.
     """
     stages = len(schedule)
-    split = any(each.kind == "W" for each in schedule[0])
-    cost = {"F": forward, "B": backward if split else backward + weight, "W": weight}
-    chunks = 1 + max(each.chunk for row in schedule for each in row)
+    cost = {"F": forward, "B": backward + weight, "I": backward, "W": weight}
+    last = stages * (1 + max(each.chunk for row in schedule for each in row)) - 1
     done: dict[tuple[str, int, int], float] = {}
     at, clock = [0] * stages, [0.0] * stages
     spans: list[list[tuple[float, float, Instruction]]] = [[] for _ in range(stages)]
@@ -64,12 +66,13 @@ def simulate(
         for stage in list(waiting):
             while at[stage] < len(schedule[stage]):
                 each = schedule[stage][at[stage]]
-                ready = _ready(each, stage, stages, chunks, done, transfer)
+                virtual = virtual_stage(stage, each.chunk, stages, vee=vee)
+                ready = _ready(each, virtual, last, done, transfer)
                 if ready is None:
                     break
                 start = max(ready, clock[stage])
                 clock[stage] = start + cost[each.kind]
-                done[each.kind, each.chunk * stages + stage, each.microbatch] = clock[stage]
+                done["I" if each.kind == "B" else each.kind, virtual, each.microbatch] = clock[stage]
                 spans[stage].append((start, clock[stage], each))
                 at[stage] += 1
                 moved = True
@@ -79,33 +82,29 @@ def simulate(
             stuck = ", ".join(f"stage {stage}: {schedule[stage][at[stage]]}" for stage in sorted(waiting))
             raise LedgerError(f"the schedule cannot go on; {stuck}")
     busy = tuple(sum(end - start for start, end, _ in row) for row in spans)
-    return Simulation(max(clock), busy, tuple(_held(row, split) for row in spans), tuple(tuple(row) for row in spans))
+    return Simulation(max(clock), busy, tuple(held(each for *_, each in row) for row in spans), tuple(tuple(row) for row in spans))
 
 
-def _ready(
-    each: Instruction, stage: int, stages: int, chunks: int, done: dict[tuple[str, int, int], float], transfer: float
-) -> float | None:
+def _ready(each: Instruction, virtual: int, last: int, done: dict[tuple[str, int, int], float], transfer: float) -> float | None:
     """Return when the inputs of an instruction are there, or None while they are not."""
-    virtual = each.chunk * stages + stage
     if each.kind == "W":
-        return done.get(("B", virtual, each.microbatch))
+        return done.get(("I", virtual, each.microbatch))
     if each.kind == "F":
         if virtual == 0:
             return 0.0
         before = done.get(("F", virtual - 1, each.microbatch))
         return None if before is None else before + transfer
     own = done.get(("F", virtual, each.microbatch))
-    if own is None or virtual == chunks * stages - 1:
+    if own is None or virtual == last:
         return own
-    after = done.get(("B", virtual + 1, each.microbatch))
+    after = done.get(("I", virtual + 1, each.microbatch))
     return None if after is None else max(own, after + transfer)
 
 
-def _held(row: Sequence[tuple[float, float, Instruction]], split: bool) -> int:
-    """Activations go with the last backward that needs them: W where there is one."""
-    last = "W" if split else "B"
+def held(row: Iterable[Instruction]) -> int:
+    """Return the most activations that a stage holds at once: they go with the last backward that needs them, W or B."""
     now = most = 0
-    for _, _, each in row:
-        now += 1 if each.kind == "F" else -1 if each.kind == last else 0
+    for each in row:
+        now += 1 if each.kind == "F" else -1 if each.kind in ("B", "W") else 0
         most = max(most, now)
     return most

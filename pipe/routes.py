@@ -1,0 +1,36 @@
+"""Which messages a schedule sends from stage to stage, and in which order: from the instruction lists alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .schedules import Schedule
+
+
+class Message(NamedTuple):
+    """What one stage sends another: the inputs ("F") or the output gradients ("G") of `part` for a micro-batch."""
+
+    kind: str
+    part: int
+    micro_batch: int
+
+
+def messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
+    """Return (from stage, to stage) -> messages in the order in which they are sent.
+
+    A stage receives in just this order, whatever it needs first: both ends know it, so no message needs a name.
+    """
+    found: dict[tuple[int, int], list[Message]] = {}
+    for stage, row in enumerate(schedule.rows):
+        for each in row:
+            part = schedule.part(stage, each.chunk)
+            if each.kind == "F" and part + 1 < schedule.parts:
+                message = Message("F", part + 1, each.microbatch)
+            elif each.kind in ("B", "I") and part > 0:
+                message = Message("G", part - 1, each.microbatch)
+            else:
+                continue
+            to = schedule.home(message.part)
+            if to != stage:
+                found.setdefault((stage, to), []).append(message)
+    return found

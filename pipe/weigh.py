@@ -1,0 +1,109 @@
+"""What each layer of a list weighs: parameters, FLOPs, bytes of states and of activations; measured without memory where it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..errors import ConfigError
+from .specs import name_of
+
+# weights and gradients in 16 bits, fp32 master weights and two fp32 states: what mixed-precision Adam keeps of a parameter
+STATE_BYTES = 2 + 2 + 4 + 8
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One layer: parameters that it adds to a stage, FLOPs of its forward, bytes of states, bytes that its backward needs."""
+
+    parameters: int
+    flops: float
+    state_bytes: int
+    activation_bytes: int
+
+
+def weigh(layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: Any = None, run: Callable[..., Any] | None = None) -> list[Weight]:
+    """Return the weights of layers.
+
+    Args:
+        outlines: their modules on the meta device, or as given; None for functions.
+        sample: inputs of the first layer for one micro-batch. With it FLOPs and activations are counted by running the
+            layers on the meta device. Without it a layer's FLOPs are taken as proportional to the elements of its matrices,
+            embeddings left out, and activations as nothing.
+        run: (layer, module, inputs) -> outputs, where a layer is not simply called.
+
+    Raises:
+        ConfigError: a layer cannot run on the sample without memory.
+    """
+    plain = [_from_shapes(module) for module in outlines]
+    if sample is None:
+        return plain
+    inputs, found = _to_meta(sample), []
+    for number, (layer, module, known) in enumerate(zip(layers, outlines, plain, strict=True)):
+        body = layer if module is None else module.to("meta") if _is_meta(module) else _meta_copy(module)
+        try:
+            inputs, flops, kept = _counted(layer, body, inputs, run)
+        except Exception as error:
+            raise ConfigError(
+                f"layer {number} ({name_of(layer)}) cannot be weighed on the sample: {type(error).__name__}: {error}. Give a sample that "
+                "fits the first layer, or choose partition_method parameters, uniform, type:PATTERN or explicit bounds"
+            ) from error
+        found.append(Weight(known.parameters, flops, known.state_bytes, kept))
+    return found
+
+
+def _from_shapes(module: nn.Module | None) -> Weight:
+    if module is None:
+        return Weight(0, 0.0, 0, 0)
+    count = sum(param.numel() for param in module.parameters())
+    trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))}
+    matrices = sum(param.numel() for param in module.parameters() if param.dim() >= 2 and id(param) not in tables)
+    return Weight(count, 2.0 * matrices, STATE_BYTES * trained + 2 * (count - trained), 0)
+
+
+def _counted(layer: Any, body: Any, inputs: Any, run: Callable[..., Any] | None) -> tuple[Any, float, int]:
+    kept: dict[int, int] = {}
+    own = {id(param) for param in body.parameters()} if isinstance(body, nn.Module) else set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
+            kept[id(tensor)] = tensor.nbytes
+        return tensor
+
+    counter = FlopCounterMode(display=False)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
+        outputs = run(layer, body, inputs) if run is not None else body(inputs)
+    return outputs, float(counter.get_total_flops()), sum(kept.values())
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(param.is_meta for param in module.parameters())
+
+
+def _meta_copy(module: nn.Module) -> nn.Module:
+    """Return a copy without memory: each tensor is replaced while it is copied."""
+    import copy
+
+    memo: dict[int, Any] = {id(tensor): _meta_like(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    return copy.deepcopy(module, memo)
+
+
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _to_meta(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("meta").requires_grad_(tree.is_floating_point())
+    if isinstance(tree, dict):
+        return {key: _to_meta(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_to_meta(value) for value in tree)
+    return tree
