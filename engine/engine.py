@@ -92,6 +92,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._window_loss: torch.Tensor | None = None
         self._window_count = 0
         self._tokens = 0
+        self.last_input = (0, 0)  # sequences and tokens a sequence of the newest input of token numbers
         self._destroyed = False
         self._mesh: DeviceMesh | None = None
         self.last_step_traffic: dict[tuple[str, str], Traffic] = {}
@@ -324,6 +325,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         for tensor in tensors_in((args, kwargs)):
             if tensor.dtype in (torch.int64, torch.int32) and tensor.dim() >= 2:
                 self._tokens += tensor.numel()
+                self.last_input = (tensor.numel() // tensor.shape[-1], tensor.shape[-1]) if tensor.numel() else (0, 0)
                 return
 
     # ---- accumulation

@@ -15,6 +15,7 @@ from torch import nn
 from ..config_schemas import Config, Facts, load
 from ..errors import ConfigError, EngineError
 from ..parallel import Collectives, axis_sizes, init_distributed, local_device
+from ..parallel.imagined import imagined_world
 from ..version import __version__
 from ..zero.backward import IN_FLIGHT
 from ..zero.leaf import set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
@@ -30,6 +31,7 @@ from .loss_scale import LossScale
 from .precision import loss_scale, state_dtypes
 from .progress import Progress, get_logger
 from .regions import Regions, compiler_of
+from .reporting import running_job
 from .schedules import build_scheduler
 from .seeding import set_random_seed
 
@@ -96,6 +98,9 @@ def initialize(
     _write_run_dir(engine, run_dir)
     _say_summary(engine)
     comm.traffic.clear()  # the account of steps starts here
+    world = imagined_world()
+    if world is not None:
+        world.watcher.job(running_job(engine))
     return engine, sharded_optimizer, loader, scheduler
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from ..parallel.accelerator import local_device
 from ..parallel.comm import get_rank
+from ..parallel.imagined import imagined_world
 
 LOGGER = "stateroom"
 
@@ -38,6 +40,8 @@ class Timers:
     def __init__(self, exact: bool, device: torch.device) -> None:
         self._exact = exact and device.type != "cpu"
         self.seconds: dict[str, float] = {}
+        world = imagined_world()
+        self.watchers: list[Callable[[str], None]] = [] if world is None else [world.watcher.phase]  # called when a phase ends
 
     def now(self) -> float:
         """Return the clock, after the device has caught up where exact times are wanted."""
@@ -48,6 +52,8 @@ class Timers:
     def add(self, phase: str, since: float) -> None:
         """Add the time since `since` to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - since
+        for watcher in self.watchers:
+            watcher(phase)
 
     def take(self) -> dict[str, float]:
         """Return the seconds per phase and start again."""

@@ -258,8 +258,8 @@ class EngineSurface:
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce now what backward passes have left on this rank; every rank must call it. Units are the buckets."""
         units = self.sharded.backward.units
-        dirty = torch.tensor([int(unit.gradients.dirty) for unit in units], dtype=torch.int32, device=self.device)  # type: ignore[union-attr]
-        self.sharded.backward.flush((self.comm.sum_(dirty) > 0).tolist())
+        dirty = self.comm.any_flags(bytes(unit.gradients.dirty for unit in units))  # type: ignore[union-attr]
+        self.sharded.backward.flush([bool(flag) for flag in dirty])
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..errors import RankError
 from .distributed import default_store
+from .imagined import Imagined, imagined_world
 from .ring import Ring
 from .transport import Transport, transport_for
 from .watch import NoWatch, Watch
@@ -78,7 +79,11 @@ class Collectives:
         self.traffic: dict[tuple[str, str], Traffic] = {}
         self.ring = Ring(ring_path)
         self.seconds = 0.0  # time this rank spent blocked in wait()
-        self._transport: Transport = transport_for(self.group, self.rank, self.world)
+        world = imagined_world()
+        self._is_imagined = world is not None
+        self._transport: Transport = (
+            transport_for(self.group, self.rank, self.world) if world is None else Imagined(world, self.group, self.rank, self.world)
+        )
         self._tags: dict[tuple[str, str], int] = {}
         self._meetings = 0
         # which of this group's instances this is: meetings of an earlier engine must not count for this one
@@ -142,6 +147,30 @@ class Collectives:
         self.all_gather(rows.view(-1), bounds, state=CONTROL, unit="rows").wait()
         return rows
 
+    def gather_numbers(self, row: torch.Tensor) -> list[list[float]]:
+        """Return the row [k] of every rank as numbers; all of them 0 in an imagined world, where tensors have no values."""
+        rows = self.gather_rows(row)
+        return [[0.0] * row.numel()] * self.world if self._is_imagined else rows.tolist()
+
+    def known_numbers(self, number: int) -> list[int]:
+        """Return every rank's whole number, in rank order; in an imagined world all ranks have this one's."""
+        rows = self.gather_rows(torch.tensor([number], dtype=torch.int32, device=self.device))
+        return [number] * self.world if self._is_imagined else rows.flatten().tolist()
+
+    def numbers_of_first(self, numbers: Sequence[int], *, unit: str) -> list[int]:
+        """Return rank 0's whole numbers, of which every rank has as many."""
+        sent = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.broadcast(sent, state="setup", unit=unit)
+        return list(numbers) if self._is_imagined else sent.tolist()
+
+    def any_flags(self, flags: bytes) -> bytes:
+        """Return for each byte 1 where any rank's is not 0, else 0."""
+        if self.world == 1:
+            return flags
+        counts = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(torch.int32).to(self.device)
+        self.sum_(counts)
+        return flags if self._is_imagined else (counts > 0).to(torch.uint8).cpu().numpy().tobytes()
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks in place and return it."""
         if self.world > 1:
@@ -161,8 +190,8 @@ class Collectives:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value (picklable), in rank order. Slow: for start-up and error messages."""
-        if self.world == 1:
-            return [value]
+        if self.world == 1 or self._is_imagined:
+            return [value] * self.world
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         sizes = self.gather_rows(torch.tensor([mine.numel()], device=self.device)).flatten().tolist()
         bounds = [0, *itertools.accumulate(sizes)]
@@ -183,7 +212,7 @@ class Collectives:
         Raises:
             RankError: some ranks did not come within timeout_s; the message names them.
         """
-        if self.world == 1:
+        if self.world == 1 or self._is_imagined:
             return
         self._meetings += 1
         store = dist.PrefixStore(f"stateroom/meet/{self._group_name()}/{self._serial}/{self._meetings}", default_store())

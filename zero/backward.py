@@ -231,7 +231,5 @@ class BackwardPass:
         seen, self._seen = self._seen or [], None
         unique = list(dict.fromkeys(unit.index for unit in seen))
         rest = [unit.index for unit in self._order if unit.index not in set(unique)]
-        order = torch.tensor(unique + rest, dtype=torch.int64, device=self.comm.device)
-        self.comm.broadcast(order, state="setup", unit="order")
         by_index = {unit.index: unit for unit in self.units}
-        self._order = [by_index[index] for index in order.tolist()]
+        self._order = [by_index[index] for index in self.comm.numbers_of_first(unique + rest, unit="order")]

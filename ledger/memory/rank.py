@@ -12,6 +12,9 @@ from ..shapes.shape import ModelShape
 from .states import StateSizes, placement_of
 
 
+_STEP_BYTES = 4  # torch keeps an optimizer's step count as one fp32 scalar for each tensor that it updates
+
+
 @dataclass(frozen=True)
 class RankUnit:
     """Units of one kind on a rank: elements of one of them after tensor and expert parallelism, before ZeRO.
@@ -135,7 +138,9 @@ def _state_rows(
     for name, each, sharded, tier in rows:
         elements = sum(unit.count * _resident(unit, world, expert_world, sharded) for unit in units)
         where = f"cut over {world:,}" if sharded and world > 1 else "whole"
-        found.append((tier, name, elements * each, f"{elements:,} x {each:g} bytes, {where}"))
+        steps = _STEP_BYTES * sum(unit.count for unit in units) if name == "optimizer states" and each else 0
+        counts = f", and a step count of {_STEP_BYTES} bytes a unit" if steps else ""
+        found.append((tier, name, elements * each + steps, f"{elements:,} x {each:g} bytes, {where}{counts}"))
     return tuple(found)
 
 
