@@ -82,7 +82,7 @@ def initialize(
     _check_model(model, device)
     _refuse_other_meshes(mpu, mesh_device, mesh_param)
     cfg = _load_config(find_config(config, config_params, args), model, optimizer)
-    run_dir = Path(cfg.run_dir) if cfg.run_dir else None
+    run_dir = Path(cfg.run_dir) if cfg.run_dir and imagined_world() is None else None  # a dry run leaves nothing behind
     rank = torch.distributed.get_rank()
     comm = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
     get_logger(cfg.log_level)

@@ -139,6 +139,9 @@ class EngineSurface:
             CheckpointError: it cannot be written; on every rank. What fails later, beside training, is said at the next step.
         """
         self._check_alive()  # type: ignore[attr-defined]
+        if self.comm.is_imagined:
+            self.progress.say("a dry run saves nothing")
+            return True
         self.saving.save(
             self,  # type: ignore[arg-type]
             Path(save_dir),
@@ -189,6 +192,9 @@ class EngineSurface:
             CheckpointError: it is damaged, incomplete, or does not fit; on every rank.
         """
         self._check_alive()  # type: ignore[attr-defined]
+        if self.comm.is_imagined:
+            self.progress.say("a dry run loads nothing: tensors have no values here")
+            return None, {}
         self._repeating = None  # train_batch() goes on where the loaded state says
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, rename, custom_load_fn)
         return resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
@@ -197,6 +203,9 @@ class EngineSurface:
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write whole weights in the compute dtype to one file from rank 0; every rank must call it."""
+        if self.comm.is_imagined:
+            self.progress.say("a dry run saves nothing")
+            return True
         return saving.save_weights(self, Path(save_dir), save_filename, exclude_frozen_parameters)  # type: ignore[arg-type]
 
     save_fp16_model = save_16bit_model

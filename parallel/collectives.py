@@ -67,6 +67,9 @@ class Collectives:
 
     `bounds` are W+1 element offsets; rank r owns [bounds[r], bounds[r+1]). They need not be even. Sums run in rank
     order 0, 1, … on CPU, so that every stage and every run adds in the same order.
+
+    Attributes:
+        is_imagined: whether this is a dry run, whose other ranks do not exist and whose tensors have no values.
     """
 
     def __init__(self, group: Any = None, device: torch.device | None = None, ring_path: Path | None = None) -> None:
@@ -80,7 +83,7 @@ class Collectives:
         self.ring = Ring(ring_path)
         self.seconds = 0.0  # time this rank spent blocked in wait()
         world = imagined_world()
-        self._is_imagined = world is not None
+        self.is_imagined = world is not None
         self._transport: Transport = (
             transport_for(self.group, self.rank, self.world) if world is None else Imagined(world, self.group, self.rank, self.world)
         )
@@ -150,18 +153,18 @@ class Collectives:
     def gather_numbers(self, row: torch.Tensor) -> list[list[float]]:
         """Return the row [k] of every rank as numbers; all of them 0 in an imagined world, where tensors have no values."""
         rows = self.gather_rows(row)
-        return [[0.0] * row.numel()] * self.world if self._is_imagined else rows.tolist()
+        return [[0.0] * row.numel()] * self.world if self.is_imagined else rows.tolist()
 
     def known_numbers(self, number: int) -> list[int]:
         """Return every rank's whole number, in rank order; in an imagined world all ranks have this one's."""
         rows = self.gather_rows(torch.tensor([number], dtype=torch.int32, device=self.device))
-        return [number] * self.world if self._is_imagined else rows.flatten().tolist()
+        return [number] * self.world if self.is_imagined else rows.flatten().tolist()
 
     def numbers_of_first(self, numbers: Sequence[int], *, unit: str) -> list[int]:
         """Return rank 0's whole numbers, of which every rank has as many."""
         sent = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self.broadcast(sent, state="setup", unit=unit)
-        return list(numbers) if self._is_imagined else sent.tolist()
+        return list(numbers) if self.is_imagined else sent.tolist()
 
     def any_flags(self, flags: bytes) -> bytes:
         """Return for each byte 1 where any rank's is not 0, else 0."""
@@ -169,7 +172,7 @@ class Collectives:
             return flags
         counts = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(torch.int32).to(self.device)
         self.sum_(counts)
-        return flags if self._is_imagined else (counts > 0).to(torch.uint8).cpu().numpy().tobytes()
+        return flags if self.is_imagined else (counts > 0).to(torch.uint8).cpu().numpy().tobytes()
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks in place and return it."""
@@ -190,7 +193,7 @@ class Collectives:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value (picklable), in rank order. Slow: for start-up and error messages."""
-        if self.world == 1 or self._is_imagined:
+        if self.world == 1 or self.is_imagined:
             return [value] * self.world
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         sizes = self.gather_rows(torch.tensor([mine.numel()], device=self.device)).flatten().tolist()
@@ -212,7 +215,7 @@ class Collectives:
         Raises:
             RankError: some ranks did not come within timeout_s; the message names them.
         """
-        if self.world == 1 or self._is_imagined:
+        if self.world == 1 or self.is_imagined:
             return
         self._meetings += 1
         store = dist.PrefixStore(f"stateroom/meet/{self._group_name()}/{self._serial}/{self._meetings}", default_store())

@@ -81,6 +81,8 @@ class Unit:
             # .data keeps the parameter's own version counter: refilling the buffer does not look like a user's write
             slot.param.data = slot.view
             setattr(slot.param, SLOT, slot)
+            if old is not None and old.unit is not self and len(old.unit.slots) == 1:
+                old.unit.discard()  # or its buffer would stay, whole, until the garbage collector looks at the circle that it is in
             if self.sharded:  # the attributes by which other libraries recognise a sharded parameter
                 slot.param.ds_id, slot.param.ds_shape, slot.param.ds_numel = id(slot), slot.shape, slot.numel  # type: ignore[attr-defined]
 
@@ -255,6 +257,7 @@ class Unit:
     def discard(self) -> None:
         """Let go of parameters that another unit has taken over."""
         self.holds = 0
+        self.gathered = False
         self._drop()
 
     def _drop(self) -> None:

@@ -70,6 +70,14 @@ class StorageWatch:
             self._freed(id(storage))
             self._moving[id(storage)] = storage
 
+    def recount(self) -> None:
+        """Read the sizes of all storages anew: one that is not followed may have been resized too."""
+        for key, (reference, size) in list(self._alive.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != size:
+                self._fixed_bytes += storage.nbytes() - size
+                self._alive[key] = (reference, storage.nbytes())
+
     @property
     def total(self) -> int:
         """Bytes of all storages now."""
@@ -84,6 +92,7 @@ class StorageWatch:
 
     def take_peak(self, name: str) -> Instant:
         """Return the fullest instant since the last call, and start anew."""
+        self.recount()
         self.sample("")
         found, self._peak, self._peak_bytes = self._peak, None, -1
         assert found is not None

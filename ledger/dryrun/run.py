@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import logging
 import resource
 import runpy
 import sys
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...environment import set_for_children
+from ...environment import inherited, set_for_children, unset_for_children
 from ...parallel.imagined import World, imagine
+from ...zero.backward import in_backward
 from ..records import RunningJob
 from .flops import flops_of
 from .memory import Instant, StorageWatch
@@ -68,6 +70,7 @@ class _Watcher:
 
     def __init__(self, record: Record) -> None:
         self._record = record
+        self._in_backward = False
         self.world: World | None = None
 
     def job(self, job: RunningJob) -> None:
@@ -77,6 +80,7 @@ class _Watcher:
         if record.job is not None:
             return
         record.job = job
+        record.storage.recount()
         record.storage.attribute(job.tensors)
         record.storage.follow([*job.tensors()["parameters"], *job.tensors()["gathered parameters"]])
         record.start_step()
@@ -86,12 +90,7 @@ class _Watcher:
         record, job = self._record, self._record.job
         if job is None:
             return
-        known = record.instants.get(_PHASES[name])
-        peak = record.storage.take_peak(_PHASES[name])
-        if name == "forward":
-            peak = record.storage.now(_PHASES[name])
-        if known is None or peak.total > known.total:
-            record.instants[_PHASES[name]] = peak
+        self._note(name)
         if name != "step" or job.steps() == record.steps:
             return
         record.steps = job.steps()
@@ -100,9 +99,21 @@ class _Watcher:
         record.start_step()
         record.instants["between steps"] = record.storage.now("between steps")
 
+    def _note(self, phase: str) -> None:
+        """Keep a phase's fullest instant, or for forward its end, if no micro-batch before had more."""
+        instants, name = self._record.instants, _PHASES[phase]
+        instant = self._record.storage.take_peak(name)
+        if phase == "forward":
+            instant = self._record.storage.now(name)
+        if name not in instants or instant.total > instants[name].total:
+            instants[name] = instant
+
     def after(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """Take in one operation."""
         record = self._record
+        if self._in_backward and not in_backward():  # loss.backward() outside the engine tells nobody that it has ended
+            self._note("backward")
+        self._in_backward = record.job is not None and in_backward()
         for tensor in _results(result):
             record.storage.take_in(tensor)
         if record.job is not None:
@@ -148,8 +159,8 @@ def _ranks(args: tuple) -> int:
 def dry_run(script: str, args: Sequence[str], ranks: int, rank: int = 0, steps: int = 2, *, backend: str = "nccl", limit_s: float = 600) -> Record:
     """Run `script` with `args` as rank `rank` of `ranks` until it has taken `steps` optimizer steps, and return what was seen.
 
-    One process runs at most one dry run: the default process group and the launch variables are those of the imagined rank
-    until it ends.
+    Until it ends, the process has the default process group and the launch variables of the imagined rank, and all its
+    tensors are fake.
 
     Args:
         backend: whose collectives the ranks are taken to use; gloo's need more working memory here than NCCL's.
@@ -169,6 +180,7 @@ def dry_run(script: str, args: Sequence[str], ranks: int, rank: int = 0, steps: 
         stack.enter_context(_as_rank(rank, ranks))
         stack.enter_context(_command_line(path, args))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(_silence("torch._subclasses.fake_tensor"))  # it logs the errors that are reported below
         for mode in (fake, Watch(fake, watcher.after), Answers()):
             stack.enter_context(mode)
         with _time_limit(limit_s, record):
@@ -204,8 +216,10 @@ def _explained(error: Exception, path: Path, record: Record) -> str:
     objects = names & set(_OBJECTS)
     if objects:
         text = f"{sorted(objects)[0]}() exchanges Python objects between ranks, and here is only one rank; leave it out of the dry run"
-    elif "DataLoader worker" in text or "_MultiProcessingDataLoaderIter" in text:
-        text = f"{text}; worker processes cannot make fake tensors: use num_workers=0 in a dry run"
+    elif "in DataLoader worker process" in text:
+        text = "worker processes of a DataLoader cannot make fake tensors; use num_workers=0 in a dry run"
+    elif "init_process_group" in names and "twice" in text:
+        text = "the group of the imagined ranks exists already; call stateroom.init_distributed(), or ask dist.is_initialized() before"
     elif not isinstance(error, NoValues):
         text = f"{type(error).__name__}: {text}"
     when = "before an engine was built" if record.job is None else f"in step {record.steps + 1}"
@@ -233,14 +247,20 @@ def _as_rank(rank: int, ranks: int) -> Iterator[None]:
         raise ScriptProblem("a process group exists in this process already; a dry run needs one of its own")
     local = min(ranks, 8)
     facts = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
-    for name, value in facts.items():
+    before = inherited()
+    for name, value in {**facts, "STATEROOM_ACCELERATOR": "cpu"}.items():
         set_for_children(name, str(value))
-    set_for_children("STATEROOM_ACCELERATOR", "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the script may have ended it itself
+            dist.destroy_process_group()
+        for name in (*facts, "STATEROOM_ACCELERATOR"):
+            if name in before:
+                set_for_children(name, before[name])
+            else:
+                unset_for_children(name)
 
 
 @contextmanager
@@ -254,6 +274,17 @@ def _command_line(path: Path, args: Sequence[str]) -> Iterator[None]:
     finally:
         sys.argv = before
         sys.path.remove(folder)
+
+
+@contextmanager
+def _silence(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager
