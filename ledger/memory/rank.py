@@ -136,10 +136,11 @@ def _state_rows(
     )
     found = []
     for name, each, sharded, tier in rows:
-        elements = sum(unit.count * _resident(unit, world, expert_world, sharded) for unit in units)
+        is_moments = name == "optimizer states"
+        elements = sum(unit.count * _resident(unit, world, expert_world, sharded, is_padded=not is_moments) for unit in units)
         where = f"cut over {world:,}" if sharded and world > 1 else "whole"
-        steps = _STEP_BYTES * sum(unit.count for unit in units) if name == "optimizer states" and each else 0
-        counts = f", and a step count of {_STEP_BYTES} bytes a unit" if steps else ""
+        steps = _STEP_BYTES * sum(unit.count * _updates(unit, world, expert_world, sharded) for unit in units) if is_moments and each else 0
+        counts = f", and {steps // _STEP_BYTES:,} step counts of {_STEP_BYTES} bytes" if steps else ""
         found.append((tier, name, elements * each + steps, f"{elements:,} x {each:g} bytes, {where}{counts}"))
     return tuple(found)
 
@@ -155,7 +156,15 @@ def rank_states(job: Job, stage: int) -> dict[str, Account]:
     }
 
 
-def _resident(unit: RankUnit, world: int, expert_world: int, sharded: bool) -> int:
+def _updates(unit: RankUnit, world: int, expert_world: int, sharded: bool) -> int:
+    """Return how many tensors the optimizer updates: one for each rank's interval that is here and is not padding alone."""
+    parts = ((unit.dense, world), (unit.experts, expert_world))
+    return sum(1 if sharded else -(-numel // share(numel, ranks)) for numel, ranks in parts if numel)
+
+
+def _resident(unit: RankUnit, world: int, expert_world: int, sharded: bool, *, is_padded: bool = True) -> int:
     if sharded and world > 1:
         return share(unit.dense, world) + share(unit.experts, expert_world)
+    if not is_padded:  # the optimizer updates parameters only
+        return unit.numel
     return padded(unit.dense, world) + padded(unit.experts, expert_world)
