@@ -60,7 +60,9 @@ def _job_of(running: RunningJob, model: str | None, cluster: Cluster | None) -> 
         raise LedgerError("the engine saw no token numbers, so the calculator does not know the length of a sequence")
     layout = layout_of(running.config, running.world)
     if sequences != layout.micro_batch:
-        raise LedgerError(f"a forward had {sequences} sequences and the config says {layout.micro_batch}: the calculator follows the config")
+        raise LedgerError(
+            f"a forward had {sequences} sequences and the config says {layout.micro_batch}: the calculator follows the config"
+        )
     return Job(shape, cluster or _any_cluster(running.world), layout, seq, "full")
 
 
@@ -78,7 +80,9 @@ def _figures(job: Job) -> Beside:
     instants = {
         name: sum(term.value for term in account.terms if not term.name.startswith(_OVERHEAD)) for name, account in course(job, 0).instants
     }
-    traffic = {(flow.axis, flow.primitive, flow.state): (round(flow.calls), round(flow.calls * flow.payload_bytes)) for flow in flows(job, 0)}
+    traffic = {
+        (flow.axis, flow.primitive, flow.state): (round(flow.calls), round(flow.calls * flow.payload_bytes)) for flow in flows(job, 0)
+    }
     layout = job.layout
     flops = step_flops(job.shape, job.seq, layout.micro_batch * layout.accumulation, attention="full", recompute=layout.recompute)
     return Beside(job, states, instants, traffic, flops.hardware)

@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the imagined job")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to be (default 0)")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default 2; the first has no optimizer states yet)")
+    parser.add_argument(
+        "--steps", type=int, default=2, metavar="N", help="optimizer steps (default 2; the first has no optimizer states yet)"
+    )
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="whose collectives; they differ in working memory")
     parser.add_argument("--model", metavar="NAME|FILE", help="shape for the calculator's column; by default read off the module")
     parser.add_argument("--on", metavar="CLUSTER", help="devices that it must fit, such as '128x8 h100'")

@@ -21,7 +21,9 @@ def report_of(record: Record, script: str, model: str | None = None, cluster: Cl
     if record.steps < 2:
         notes.append("the first step has no optimizer states before its update: take 2 steps (--steps) for those of every later one")
     if record.engines > 1:
-        notes.append(f"the script built {record.engines} engines; the figures are those of the first, the others' states count as temporaries")
+        notes.append(
+            f"the script built {record.engines} engines; the figures are those of the first, the others' states count as temporaries"
+        )
     beside = calculator_of(job, model, cluster)
     ledger = job.ledger()
     return DryRun(

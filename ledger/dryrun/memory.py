@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -50,8 +51,11 @@ class StorageWatch:
         if key in self._alive or key in self._moving:
             return
         size = storage.nbytes()
-        self._alive[key] = (weakref.ref(storage, lambda _, key=key: self._freed(key)), size)
+        self._alive[key] = (weakref.ref(storage, partial(self._forget, key)), size)
         self._fixed_bytes += size
+
+    def _forget(self, key: int, _: object) -> None:
+        self._freed(key)
 
     def _freed(self, key: int) -> None:
         known = self._alive.pop(key, None)

@@ -96,7 +96,15 @@ class DryRun:
             f"dry run of {self.script}: rank {self.rank:,} of {self.world:,}, ZeRO stage {self.stage}, figures of step {self.steps} "
             f"({self.seconds:.1f} s, {show_bytes(self.host_bytes)} of host memory)"
         )
-        lines = [head, "", "bytes at rest on this rank", *_aligned(self._rest_table()), "", "bytes over a step", *_aligned(self._course_table())]
+        lines = [
+            head,
+            "",
+            "bytes at rest on this rank",
+            *_aligned(self._rest_table()),
+            "",
+            "bytes over a step",
+            *_aligned(self._course_table()),
+        ]
         lines += [self._peak_line(), "", "rank classes: ranks that hold the same at rest", *_aligned(self._class_table())]
         lines += ["", "collectives of a step: payload is the whole buffer", *_aligned(self._traffic_table())]
         lines += ["", *self._flops_lines()]
@@ -110,7 +118,9 @@ class DryRun:
         table += [(state, f"{size:,}", *_beside(size, known.get(state))) for state, size in rest.items()]
         both = [(size, known[state]) for state, size in rest.items() if state in known]
         if both:
-            table.append(("sum of what both know", f"{sum(a for a, _ in both):,}", *_beside(sum(a for a, _ in both), sum(b for _, b in both))))
+            table.append(
+                ("sum of what both know", f"{sum(a for a, _ in both):,}", *_beside(sum(a for a, _ in both), sum(b for _, b in both)))
+            )
         return [*table, ("sum", f"{sum(rest.values()):,}", "", "")]
 
     def _course_table(self) -> Table:
@@ -173,8 +183,11 @@ def _beside(found: float, known: float | None) -> tuple[str, str]:
 def _aligned(table: Table) -> list[str]:
     """Return rows as text, words to the left and numbers to the right."""
     wide = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    words = [not any(row[column][:1] in "+-0123456789" and row[column][:1] for row in table[1:]) or column == 0 for column in range(len(wide))]
+    words = [
+        not any(row[column][:1] in "+-0123456789" and row[column][:1] for row in table[1:]) or column == 0 for column in range(len(wide))
+    ]
     return [
-        "  " + "  ".join(f"{cell:<{size}}" if left else f"{cell:>{size}}" for cell, size, left in zip(row, wide, words, strict=True)).rstrip()
+        "  "
+        + "  ".join(f"{cell:<{size}}" if left else f"{cell:>{size}}" for cell, size, left in zip(row, wide, words, strict=True)).rstrip()
         for row in table
     ]

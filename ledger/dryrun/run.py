@@ -150,13 +150,15 @@ def _ranks(args: tuple) -> int:
                 continue
         if isinstance(value, str):
             try:
-                return int(dist.distributed_c10d._resolve_process_group(value).size())
+                return int(dist.distributed_c10d._resolve_process_group(value).size())  # type: ignore[arg-type]
             except (RuntimeError, LookupError, KeyError, ValueError):
                 continue
     return dist.get_world_size()
 
 
-def dry_run(script: str, args: Sequence[str], ranks: int, rank: int = 0, steps: int = 2, *, backend: str = "nccl", limit_s: float = 600) -> Record:
+def dry_run(
+    script: str, args: Sequence[str], ranks: int, rank: int = 0, steps: int = 2, *, backend: str = "nccl", limit_s: float = 600
+) -> Record:
     """Run `script` with `args` as rank `rank` of `ranks` until it has taken `steps` optimizer steps, and return what was seen.
 
     Until it ends, the process has the default process group and the launch variables of the imagined rank, and all its

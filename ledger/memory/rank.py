@@ -11,7 +11,6 @@ from ..shapes.parts import Block, blocks
 from ..shapes.shape import ModelShape
 from .states import StateSizes, placement_of
 
-
 _STEP_BYTES = 4  # torch keeps an optimizer's step count as one fp32 scalar for each tensor that it updates
 
 

@@ -42,7 +42,10 @@ def test_four_ranks(pools):
     config = config_of(3, "bf16", 2)
     (real, peak), *_ = pools(4).run(measured, config)
     found = dry(config, 4, backend="gloo")
-    assert {row.state: row.measured_bytes for row in real.states}.items() <= {**dict.fromkeys(["buffers"], 0), **found.instants[0].states}.items()
+    assert {row.state: row.measured_bytes for row in real.states}.items() <= {
+        **dict.fromkeys(["buffers"], 0),
+        **found.instants[0].states,
+    }.items()
     assert abs(found.peak.total / peak - 1) < 0.03
 
 
