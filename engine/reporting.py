@@ -20,8 +20,12 @@ _FLAG_BYTES = 4  # the agreement on used parameters sends one int32 per paramete
 _ROW_BYTES = 8  # norms and loss reports travel as fp64
 
 
-def ledger_of(engine: Engine) -> Ledger:
-    """Return the account of this engine on this rank."""
+def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
+    """Return the account of this engine on this rank.
+
+    Args:
+        hardware: name or file of the device whose peak MFU is counted against; by default the device that is here.
+    """
     records = [_unit_record(unit, engine) for unit in engine.sharded.units]
     optimizer = [] if engine.optimizer is None else _optimizer_records(engine.optimizer)
     placement = engine.sharded.placement
@@ -48,6 +52,8 @@ def ledger_of(engine: Engine) -> Ledger:
         world=engine.comm.world,
         states=tuple(rows),
         traffic=tuple(_traffic_rows(engine, records)),
+        step=None if engine.costs is None else engine.costs.figures(hardware),
+        model=None if engine.costs is None else engine.costs.shape(),
     )
 
 

@@ -230,9 +230,18 @@ class EngineSurface:
         """Whether units are compiled."""
         return self.regions.compiled
 
-    def ledger(self, show: bool = True) -> Ledger:
-        """Return the account of states and traffic, predicted and measured on this rank; the first rank prints its tables too."""
-        ledger = ledger_of(self)  # type: ignore[arg-type]
+    def ledger(self, show: bool = True, hardware: str | None = None) -> Ledger:
+        """Return the account of this rank: states and traffic, predicted and measured, and what the newest steps cost.
+
+        Args:
+            show: the first rank prints its tables too.
+            hardware: name (`stateroom ledger hardware`) or file of the device whose peak MFU is counted against; by default
+                the accelerator that is here.
+
+        Raises:
+            LedgerError: `hardware` is not known.
+        """
+        ledger = ledger_of(self, hardware)  # type: ignore[arg-type]
         if show and self.comm.rank == 0:
             ledger.print()
         return ledger

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RankError
+from .clock import clock_for
 from .distributed import default_store
 from .imagined import Imagined, imagined_world
 from .ring import Ring
@@ -81,7 +82,7 @@ class Collectives:
         self.device = device or torch.device("cpu")
         self.traffic: dict[tuple[str, str], Traffic] = {}
         self.ring = Ring(ring_path)
-        self.seconds = 0.0  # time this rank spent blocked in wait()
+        self.clock = clock_for(self.device)
         world = imagined_world()
         self.is_imagined = world is not None
         self._transport: Transport = (
@@ -267,7 +268,7 @@ class Collectives:
             raise self._failed(kind, state, unit, error) from error
 
         def finish() -> None:
-            began = time.perf_counter()
+            began = self.clock.mark()
             self._watch.waits(call, number, state)
             try:
                 wait()
@@ -275,7 +276,7 @@ class Collectives:
                 raise self._failed(kind, state, unit, error) from error
             finally:
                 self._watch.done()
-            self.seconds += time.perf_counter() - began
+            self.clock.waited(f"{kind} of {state}", began)
             self.ring.end(sequence)
 
         return Pending(finish)
