@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +82,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.progress = progress
         self.regions = regions
         self.saving = Saving(self.comm, config, progress)
+        self.last_checkpoint: Path | None = None  # saved or loaded
         self.client_state: dict[str, Any] = {}  # what saves that nobody asks for keep of the script's own
         self._repeating: RepeatingLoader | None = None
         self.timers = Timers(config.wall_clock_breakdown, self.device, self.comm.clock)
@@ -95,6 +98,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._window_count = 0
         self.tokens = 0  # that this rank has seen in this step
         self.last_input = (0, 0)  # sequences and tokens a sequence of the newest input of token numbers
+        self.step_ends: deque[float] = deque([self.timers.now()[0]], maxlen=2)  # moments on the host's clock
         self.costs: Costs | None = None  # of the newest steps, once there was one
         self._destroyed = False
         self._mesh: DeviceMesh | None = None

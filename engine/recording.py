@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ def record_step(engine: Engine, loss: float | None) -> None:
     assert engine.optimizer is not None
     tokens, engine.tokens = engine.tokens * engine.comm.world, 0
     account = engine.comm.clock.end_step(engine.global_steps)
+    engine.step_ends.append(time.perf_counter())
     if engine.costs is None:
         engine.costs = Costs(engine)
     record = {

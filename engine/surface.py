@@ -16,12 +16,13 @@ from ..errors import ConfigError, EngineError
 from ..ledger import Ledger
 from ..parallel import Collectives, axis_sizes, build_mesh
 from ..zero.access import state_on_first_rank
-from . import resuming, saving
+from . import resuming, saving, tracing
 from .data import EngineLoader
 from .reporting import ledger_of
 from .resuming import LoadOptions
 
 if TYPE_CHECKING:
+    from ..ledger.trace import ParameterTrace
     from ..zero.model import ShardedModel
     from ..zero.optimizer import ShardedOptimizer
     from .loss_scale import LossScale
@@ -43,6 +44,7 @@ class EngineSurface:
     progress: Progress
     regions: Regions
     saving: Saving
+    last_checkpoint: Path | None
     _mesh: DeviceMesh | None
     _repeating: Any
     _step_applied: bool
@@ -142,7 +144,7 @@ class EngineSurface:
         if self.comm.is_imagined:
             self.progress.say("a dry run saves nothing")
             return True
-        self.saving.save(
+        record = self.saving.save(
             self,  # type: ignore[arg-type]
             Path(save_dir),
             tag,
@@ -150,6 +152,7 @@ class EngineSurface:
             save_latest=save_latest,
             trainable_only=exclude_frozen_parameters,
         )
+        self.last_checkpoint = Path(save_dir) / record.tag
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -197,7 +200,10 @@ class EngineSurface:
             return None, {}
         self._repeating = None  # train_batch() goes on where the loaded state says
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, rename, custom_load_fn)
-        return resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
+        path, client_state = resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
+        if path is not None:
+            self.last_checkpoint = Path(path)
+        return path, client_state
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -245,6 +251,21 @@ class EngineSurface:
         if show and self.comm.rank == 0:
             ledger.print()
         return ledger
+
+    def trace_parameter(self, name: str, show: bool = True) -> ParameterTrace:
+        """Return the life of one parameter over the newest step: where its parts lie, when it is gathered, freed, reduced and
+        updated, where its fp32 master is, and which checkpoint files hold it. The first rank prints it too, with `show`.
+
+        Each rank may call it by itself; what it says of moments is of this rank.
+
+        Raises:
+            EngineError: the module has no parameter of this name.
+        """
+        self._check_alive()  # type: ignore[attr-defined]
+        trace = tracing.trace_parameter(self, name)  # type: ignore[arg-type]
+        if show and self.comm.rank == 0:
+            print(trace, flush=True)
+        return trace
 
     # ---- DeepSpeed's names
 

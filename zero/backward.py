@@ -204,6 +204,7 @@ class BackwardPass:
 
     def _unit_complete(self, unit: Unit) -> None:
         self._complete.add(unit.index)
+        unit.note("its last gradient is there")
         if self._seen is not None:
             self._seen.append(unit)
         if self.sync:

@@ -85,6 +85,7 @@ class Gradients:
         self.full = self._views = None
         self.filled = bytearray(len(self.filled))
         self.travelling.append(full)
+        self.unit.note("reduction of its gradient starts")
         comm, bounds = self.unit.comm, self.unit.layout.bounds
         if self._everyone:
             pending = comm.all_reduce(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
@@ -95,6 +96,7 @@ class Gradients:
             pending.wait()
             self.travelling = [buffer for buffer in self.travelling if buffer is not full]
             self._take_over(full, views)
+            self.unit.note("its gradient is reduced")
 
         return Pending(finish)
 

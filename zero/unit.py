@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from .layout import Layout
 from .parameter import SLOT, Slot, hide, show, slot_of
 
 AccessHandler = Callable[["Unit", Slot], None]
+UPDATED = "updated by the optimizer"
+LIFE = 512  # events of a unit that are kept; a micro-batch has about eight
 
 
 class Unit:
@@ -54,6 +58,7 @@ class Unit:
         self.gradients: Gradients | None = None
         self.master: torch.Tensor | None = None  # set by the optimizer: the dtype and interval that it updates
         self.master_interval = (0, layout.padded)
+        self.life: deque[tuple[float, str, str]] = deque(maxlen=LIFE)  # moment on the host's clock, during what, what
         self._pending: Pending | None = None
         self._nan = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=comm.device)
         self.full = torch.zeros(layout.padded, dtype=dtype, device=comm.device) if full is None else full
@@ -91,12 +96,17 @@ class Unit:
         """Bytes of the full buffer while gathered."""
         return self.layout.padded * self.dtype.itemsize
 
+    def note(self, what: str) -> None:
+        """Keep in mind what happens now, for trace_parameter()."""
+        self.life.append((time.perf_counter(), "backward" if torch._C._current_graph_task_id() != -1 else "", what))
+
     # ---- gather and release
 
     def request(self, state: str = "reading") -> None:
         """Start gathering, booked under `state`; nothing happens when the values are here or on their way."""
         if self.gathered or self._pending is not None:
             return
+        self.note(f"gather starts ({state})")
         self.full.untyped_storage().resize_(self.full_bytes)
         with torch.no_grad():
             self.full[self.lo : self.hi].copy_(self.shard)
@@ -114,6 +124,7 @@ class Unit:
         pending, self._pending = self._pending, None
         (pending or DONE).wait()
         self.gathered = True
+        self.note("whole: gathered")
         for slot in self.slots:
             show(slot)
 
@@ -131,6 +142,7 @@ class Unit:
             self._leave_buffer()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
+        self.note("freed: only the shard is left")
 
     def _leave_buffer(self) -> None:
         """Leave the memory to a NumPy array or the like that shares it, and go on with a buffer of our own."""
@@ -203,6 +215,7 @@ class Unit:
         if self.master is None:
             return DONE
         low, high = self.master_interval
+        self.note(UPDATED)
         with torch.no_grad():
             if not self.master_is_shard:
                 target = self.shard if self.sharded else self.full[low:high]
@@ -213,6 +226,7 @@ class Unit:
             return DONE
         if (low, high) == (0, self.layout.padded):
             return DONE
+        self.note("gather starts (every rank takes the new values)")
         return self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
 
     def refresh(self) -> None:
