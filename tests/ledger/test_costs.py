@@ -21,7 +21,8 @@ from stateroom.ledger.shapes import read_shape  # noqa: E402
 from stateroom.ledger.verdict import compare_run  # noqa: E402
 
 HARDWARE = {
-    "name": "small", "peak": {"bf16": 1e11, "fp32": 5e10}, "usable_bytes": 8e9, "hbm_bytes_s": 1e10, "link_bytes_s": 1e9, "family": "calibrated",
+    "name": "small", "peak": {"bf16": 1e11, "fp32": 5e10}, "usable_bytes": 8e9, "hbm_bytes_s": 1e10, "link_bytes_s": 1e9,
+    "family": "calibrated",
 }  # fmt: skip
 
 
