@@ -15,6 +15,7 @@ COMMANDS = {
     "ledger": (".ledger.cli", "what a job will cost: memory, FLOPs, traffic, time, money"),
     "plan": (".ledger.plan.cli", "the best layouts of a job on a cluster, with reasons"),
     "pipe": (".pipe.cli", "a pipeline schedule as text and SVG"),
+    "dryrun": (".ledger.dryrun.cli", "a training script as one rank of many, on fake tensors, without an accelerator"),
     "job": (".launcher.job_cli", "manifests that start a job on a cluster"),
 }
 

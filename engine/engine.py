@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from ..zero.model import ShardedModel
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.pick import tensors_in
 from .batches import cast_floating, to_device
+from .costs import Costs
 from .data import EngineLoader, RepeatingLoader
 from .getters import ConfigGetters
 from .loops import WholeBatches
@@ -26,8 +29,9 @@ from .loss_scale import LossScale
 from .precision import forward_context
 from .progress import Progress, Timers
 from .ranks import RankGetters
+from .recording import count_tokens, keep_ledger, record_step
 from .regions import Regions
-from .reporting import ledger_of, step_traffic
+from .reporting import step_traffic
 from .saving import Saving
 from .surface import EngineSurface
 
@@ -80,9 +84,10 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.progress = progress
         self.regions = regions
         self.saving = Saving(self.comm, config, progress)
+        self.last_checkpoint: Path | None = None  # saved or loaded
         self.client_state: dict[str, Any] = {}  # what saves that nobody asks for keep of the script's own
         self._repeating: RepeatingLoader | None = None
-        self._timers = Timers(config.wall_clock_breakdown, self.device)
+        self.timers = Timers(config.wall_clock_breakdown, self.device, self.dp.clock)
         self._context = forward_context(config, self.device)
         self._boundary: bool | None = None  # set by hand, else counted
         self._window_micros = 0  # micro-batches since the last update
@@ -93,7 +98,10 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._bad_loss: torch.Tensor | None = None
         self._window_loss: torch.Tensor | None = None
         self._window_count = 0
-        self._tokens = 0
+        self.tokens = 0  # that this rank has seen in this step
+        self.last_input = (0, 0)  # sequences and tokens a sequence of the newest input of token numbers
+        self.step_ends: deque[float] = deque([self.timers.now()[0]], maxlen=2)  # moments on the host's clock
+        self.costs: Costs | None = None  # of the newest steps, once there was one
         self._destroyed = False
         self._mesh: DeviceMesh | None = None
         self.last_step_traffic: dict[tuple[str, str], Traffic] = {}
@@ -104,7 +112,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the arguments are the module's."""
         self._check_alive()
-        began = self._timers.now()
+        began = self.timers.now()
         backward = self.sharded.backward
         if backward.active and not in_backward():
             backward.abandon()  # the last backward raised
@@ -120,14 +128,14 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
             for unit in backward.units:
                 unit.gradients.hide()  # type: ignore[union-attr]
             if self.training:
-                self._count_tokens(args, kwargs)
+                count_tokens(self, args, kwargs)
         with self._context:
             output = self.module(*args, **kwargs)
         if wants_grad:
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(lambda grad: backward.begin())
-        self._timers.add("forward", began)
+        self.timers.add("forward", began)
         return output
 
     def _thaw(self) -> None:
@@ -166,7 +174,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         """
         self._check_alive()
         self._check_loss(loss)
-        began = self._timers.now()
+        began = self.timers.now()
         divisor = self.gradient_accumulation_steps() if scale_wrt_gas and self.config.managed_gradient_accumulation else 1
         self._note_loss(loss.detach())
         backward = self.sharded.backward
@@ -182,7 +190,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
             backward.abandon()
             raise
         backward.end()
-        self._timers.add("backward", began)
+        self.timers.add("backward", began)
         return loss.detach() / divisor
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -243,7 +251,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
-        began = self._timers.now()
+        began = self.timers.now()
         optimizer = self.optimizer
         optimizer.clip = self.gradient_clipping()
         follow_writes(self.sharded.units)
@@ -261,17 +269,12 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._after_update(optimizer, lr_kwargs)
         mark, self._traffic_mark = self._traffic_mark, self.dp.snapshot()
         self.last_step_traffic = step_traffic(mark, self._traffic_mark)
-        self._timers.add("step", began)
+        self.timers.add("step", began)
         loss = sum(report[1] for report in optimizer.reports) / len(optimizer.reports) if had_loss else None
-        self._record(loss)
+        record_step(self, loss)
         if self.global_steps == 1:
-            self._keep_ledger()
+            keep_ledger(self)
         self.saving.after_update(self, [wish for report in optimizer.reports for wish in report[2:]])
-
-    def _keep_ledger(self) -> None:
-        """Write the account into the run directory: after the first step, and as it stands at the end."""
-        if self.config.run_dir and self.comm.rank == 0:
-            self.progress.keep("ledger.json", ledger_of(self).to_json())
 
     def _after_update(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
         """Move loss scale and schedule on: the schedule only with real updates."""
@@ -305,28 +308,6 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
                 f"the loss is NaN on rank(s) {ranks} at step {self.global_steps + 1} (micro-batch {self.micro_steps}); "
                 "the weights are those of the last good step. Look at that batch and at the learning rate"
             )
-
-    def _record(self, loss: float | None) -> None:
-        assert self.optimizer is not None
-        record = {
-            "step": self.global_steps,
-            "loss": loss,
-            "lr": self.get_lr(),
-            "grad_norm": self.optimizer.grad_norm,
-            "samples": self.train_batch_size(),
-            "loss_scale": self.scaler.scale,
-            "skipped": self.skipped_steps,
-            "applied": self._step_applied,
-        }
-        tokens, self._tokens = self._tokens * self.dp.world, 0
-        self.progress.step(record, tokens, self._timers.take())
-
-    def _count_tokens(self, args: Any, kwargs: Any) -> None:
-        """Count token ids: the first integer input with at least two axes."""
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.dtype in (torch.int64, torch.int32) and tensor.dim() >= 2:
-                self._tokens += tensor.numel()
-                return
 
     # ---- accumulation
 
@@ -382,7 +363,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         if self._destroyed:
             return
         self.saving.close()
-        self._keep_ledger()
+        keep_ledger(self)
         self.regions.remove()
         self.sharded.remove()
         self.progress.close()

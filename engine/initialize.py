@@ -15,6 +15,7 @@ from torch import nn
 from ..config_schemas import Config, Facts, load
 from ..errors import ConfigError, EngineError
 from ..parallel import Collectives, axis_sizes, init_distributed, local_device
+from ..parallel.imagined import imagined_world
 from ..parallel.links import Links
 from ..pipe.ties import Ties
 from ..version import __version__
@@ -35,6 +36,7 @@ from .pipeline_setup import Cut, cut_model, settled, stages_of
 from .precision import loss_scale, state_dtypes
 from .progress import Progress, get_logger
 from .regions import Regions, compiler_of
+from .reporting import running_job
 from .schedules import build_scheduler
 from .seeding import set_random_seed
 
@@ -85,7 +87,7 @@ def initialize(
     _check_model(model, device)
     _refuse_other_meshes(mpu, mesh_device, mesh_param)
     cfg = _load_config(find_config(config, config_params, args), model, optimizer)
-    run_dir = Path(cfg.run_dir) if cfg.run_dir else None
+    run_dir = Path(cfg.run_dir) if cfg.run_dir and imagined_world() is None else None  # a dry run leaves nothing behind
     rank = torch.distributed.get_rank()
     job = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
     cut = cut_model(model, cfg, optimizer, model_parameters, job)
@@ -107,6 +109,9 @@ def initialize(
     _write_run_dir(engine, run_dir)
     _say_summary(engine)
     comm.traffic.clear()  # the account of steps starts here
+    world = imagined_world()
+    if world is not None:
+        world.watcher.job(running_job(engine))
     return engine, sharded_optimizer, loader, scheduler
 
 

@@ -73,7 +73,7 @@ class WholeBatches:
         source = iter(batches)
         while True:
             batch = next(source, _NO_MORE)
-            there = self.comm.gather_rows(torch.tensor([batch is not _NO_MORE], dtype=torch.int32, device=self.device)).flatten().tolist()
+            there = self.comm.known_numbers(int(batch is not _NO_MORE))
             if not all(there):
                 if any(there):
                     ended = [rank for rank, more in enumerate(there) if not more]

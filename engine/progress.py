@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import psutil
 import torch
 
 from ..parallel.accelerator import local_device
+from ..parallel.clock import Mark, StepClock
 from ..parallel.comm import get_rank
+from ..parallel.imagined import imagined_world
 
 LOGGER = "stateroom"
 
@@ -33,26 +37,50 @@ def get_logger(level: str | None = None) -> logging.Logger:
 
 
 class Timers:
-    """Seconds per phase since the last reading; waits for the device only when `exact`."""
+    """Seconds per phase since the last reading; waits for the device only when `exact`. Each phase is booked on the step's clock too."""
 
-    def __init__(self, exact: bool, device: torch.device) -> None:
+    def __init__(self, exact: bool, device: torch.device, clock: StepClock) -> None:
         self._exact = exact and device.type != "cpu"
+        self._clock = clock
         self.seconds: dict[str, float] = {}
+        self.peak = Peak(device)
+        world = imagined_world()
+        self.watchers: list[Callable[[str], None]] = [] if world is None else [world.watcher.phase]  # called when a phase ends
 
-    def now(self) -> float:
-        """Return the clock, after the device has caught up where exact times are wanted."""
+    def now(self) -> tuple[float, Mark]:
+        """Return the moment, after the device has caught up where exact times are wanted."""
         if self._exact:
             torch.accelerator.synchronize()
-        return time.perf_counter()
+        return time.perf_counter(), self._clock.mark()
 
-    def add(self, phase: str, since: float) -> None:
+    def add(self, phase: str, since: tuple[float, Mark]) -> None:
         """Add the time since `since` to a phase."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - since
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now()[0] - since[0]
+        self._clock.phase(phase, since[1])
+        self.peak.look(phase)
+        for watcher in self.watchers:
+            watcher(phase)
 
     def take(self) -> dict[str, float]:
         """Return the seconds per phase and start again."""
         taken, self.seconds = self.seconds, {}
         return taken
+
+
+class Peak:
+    """The most memory so far, and the phase in which it was reached; the counters of the allocator are not reset for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.before_bytes = memory_bytes(device)  # when the engine was built
+        self.num_bytes = highest_memory_bytes(device)
+        self.phase = "before the first step"
+
+    def look(self, phase: str) -> None:
+        """Take note of a phase that has ended."""
+        highest = highest_memory_bytes(self._device)
+        if highest > self.num_bytes:
+            self.num_bytes, self.phase = highest, phase
 
 
 class Progress:
@@ -147,6 +175,14 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return int(psutil.Process().memory_info().rss)
     return int(torch.accelerator.memory_allocated())
+
+
+def highest_memory_bytes(device: torch.device) -> int:
+    """Return the most bytes that were ever held on the accelerator, or the largest resident set of this process on CPU."""
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024  # what the system counts ru_maxrss in
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(torch.accelerator.max_memory_allocated())
 
 
 def memory_report(device: torch.device) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ledger import Ledger, LedgerRow, OptimizerRecord, TrafficRow, UnitRecord, predict_states, predict_traffic
+from ..ledger import Ledger, LedgerRow, OptimizerRecord, RunningJob, TrafficRow, UnitRecord, predict_states, predict_traffic
 from ..parallel.collectives import CONTROL, Traffic
 from ..zero.unit import Unit
 
@@ -20,13 +20,17 @@ _FLAG_BYTES = 4  # the agreement on used parameters sends one int32 per paramete
 _ROW_BYTES = 8  # norms and loss reports travel as fp64
 
 
-def ledger_of(engine: Engine) -> Ledger:
-    """Return the account of this engine on this rank."""
+def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
+    """Return the account of this engine on this rank.
+
+    Args:
+        hardware: name or file of the device whose peak MFU is counted against; by default the device that is here.
+    """
     records = [_unit_record(unit, engine) for unit in engine.sharded.units]
     optimizer = [] if engine.optimizer is None else _optimizer_records(engine.optimizer)
     placement = engine.sharded.placement
     predicted = predict_states(records, placement, engine.dp.rank, optimizer)
-    measured = _measured(engine)
+    measured = {state: _storage_bytes(tensors) for state, tensors in state_tensors(engine).items()}
     cells = {
         "parameters": placement.parameters,
         "gradients": placement.gradients,
@@ -48,6 +52,8 @@ def ledger_of(engine: Engine) -> Ledger:
         world=engine.comm.world,
         states=tuple(rows),
         traffic=tuple(_traffic_rows(engine, records)),
+        step=None if engine.costs is None else engine.costs.figures(hardware),
+        model=None if engine.costs is None else engine.costs.shape(),
     )
 
 
@@ -94,17 +100,51 @@ def _optimizer_records(optimizer: Any) -> list[OptimizerRecord]:
     return records
 
 
-def _measured(engine: Engine) -> dict[str, int]:
-    """Walk the storages that exist now."""
+def state_tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors of each state that hold memory now."""
     units = engine.sharded.units
-    params = _storage_bytes(t for unit in units for t in (unit.full, unit.shard))
-    grads = _storage_bytes(t for unit in units if unit.gradients is not None for t in unit.gradients.tensors())
-    masters = _storage_bytes(unit.master for unit in units if unit.master is not None and not unit.master_is_shard)
-    states = 0
+    states: list[torch.Tensor] = []
     if engine.optimizer is not None:
-        tensors = [v for state in engine.optimizer.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        states = _storage_bytes(tensors)
-    return {"parameters": params, "gradients": grads, "master weights": masters, "optimizer states": states}
+        states = [v for state in engine.optimizer.inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return {
+        "parameters": [t for unit in units for t in (unit.full, unit.shard)],
+        "gradients": [t for unit in units if unit.gradients is not None for t in unit.gradients.tensors()],
+        "master weights": [unit.master for unit in units if unit.master is not None and not unit.master_is_shard],
+        "optimizer states": states,
+    }
+
+
+def running_job(engine: Engine) -> RunningJob:
+    """Return what the dry run may see of an engine."""
+    optimizer = engine.optimizer
+
+    def tensors() -> dict[str, list[torch.Tensor]]:
+        units = engine.sharded.units
+        graded = [unit.gradients for unit in units if unit.gradients is not None]
+        return {
+            **state_tensors(engine),
+            "parameters": [unit.shard if unit.sharded else unit.full for unit in units],
+            "gathered parameters": [unit.full for unit in units if unit.sharded],
+            "gradients": [t for gradients in graded for t in gradients.at_rest()],
+            "gradients on their way": [t for gradients in graded for t in gradients.tensors()],
+            "buffers": list(engine.module.buffers()),
+        }
+
+    return RunningJob(
+        rank=engine.comm.rank,
+        world=engine.comm.world,
+        config=engine.config,
+        module=engine.module,
+        placement=engine.sharded.placement,
+        whole=engine.sharded.whole,
+        steps=lambda: engine.global_steps,
+        units=lambda: [_unit_record(unit, engine) for unit in engine.sharded.units],
+        groups=lambda: [[engine.sharded.group_of.get(id(slot.param)) for slot in unit.slots] for unit in engine.sharded.units],
+        optimizer=lambda: [] if optimizer is None else _optimizer_records(optimizer),
+        tensors=tensors,
+        ledger=lambda: ledger_of(engine),
+        batch=lambda: engine.last_input,
+    )
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

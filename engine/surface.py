@@ -16,12 +16,13 @@ from ..errors import ConfigError, EngineError
 from ..ledger import Ledger
 from ..parallel import Collectives, axis_sizes, build_mesh
 from ..zero.access import state_on_first_rank
-from . import resuming, saving
+from . import resuming, saving, tracing
 from .data import EngineLoader
 from .reporting import ledger_of
 from .resuming import LoadOptions
 
 if TYPE_CHECKING:
+    from ..ledger.trace import ParameterTrace
     from ..zero.model import ShardedModel
     from ..zero.optimizer import ShardedOptimizer
     from .loss_scale import LossScale
@@ -44,6 +45,7 @@ class EngineSurface:
     progress: Progress
     regions: Regions
     saving: Saving
+    last_checkpoint: Path | None
     _mesh: DeviceMesh | None
     _repeating: Any
     _step_applied: bool
@@ -140,7 +142,10 @@ class EngineSurface:
             CheckpointError: it cannot be written; on every rank. What fails later, beside training, is said at the next step.
         """
         self._check_alive()  # type: ignore[attr-defined]
-        self.saving.save(
+        if self.comm.is_imagined:
+            self.progress.say("a dry run saves nothing")
+            return True
+        record = self.saving.save(
             self,  # type: ignore[arg-type]
             Path(save_dir),
             tag,
@@ -148,6 +153,7 @@ class EngineSurface:
             save_latest=save_latest,
             trainable_only=exclude_frozen_parameters,
         )
+        self.last_checkpoint = Path(save_dir) / record.tag
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -190,14 +196,23 @@ class EngineSurface:
             CheckpointError: it is damaged, incomplete, or does not fit; on every rank.
         """
         self._check_alive()  # type: ignore[attr-defined]
+        if self.comm.is_imagined:
+            self.progress.say("a dry run loads nothing: tensors have no values here")
+            return None, {}
         self._repeating = None  # train_batch() goes on where the loaded state says
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, rename, custom_load_fn)
-        return resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
+        path, client_state = resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
+        if path is not None:
+            self.last_checkpoint = Path(path)
+        return path, client_state
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write whole weights in the compute dtype to one file from rank 0; every rank must call it."""
+        if self.comm.is_imagined:
+            self.progress.say("a dry run saves nothing")
+            return True
         return saving.save_weights(self, Path(save_dir), save_filename, exclude_frozen_parameters)  # type: ignore[arg-type]
 
     save_fp16_model = save_16bit_model
@@ -222,12 +237,36 @@ class EngineSurface:
         """Whether units are compiled."""
         return self.regions.compiled
 
-    def ledger(self, show: bool = True) -> Ledger:
-        """Return the account of states and traffic, predicted and measured on this rank; the first rank prints its tables too."""
-        ledger = ledger_of(self)  # type: ignore[arg-type]
+    def ledger(self, show: bool = True, hardware: str | None = None) -> Ledger:
+        """Return the account of this rank: states and traffic, predicted and measured, and what the newest steps cost.
+
+        Args:
+            show: the first rank prints its tables too.
+            hardware: name (`stateroom ledger hardware`) or file of the device whose peak MFU is counted against; by default
+                the accelerator that is here.
+
+        Raises:
+            LedgerError: `hardware` is not known.
+        """
+        ledger = ledger_of(self, hardware)  # type: ignore[arg-type]
         if show and self.comm.rank == 0:
             ledger.print()
         return ledger
+
+    def trace_parameter(self, name: str, show: bool = True) -> ParameterTrace:
+        """Return the life of one parameter over the newest step: where its parts lie, when it is gathered, freed, reduced and
+        updated, where its fp32 master is, and which checkpoint files hold it. The first rank prints it too, with `show`.
+
+        Each rank may call it by itself; what it says of moments is of this rank.
+
+        Raises:
+            EngineError: the module has no parameter of this name.
+        """
+        self._check_alive()  # type: ignore[attr-defined]
+        trace = tracing.trace_parameter(self, name)  # type: ignore[arg-type]
+        if show and self.comm.rank == 0:
+            print(trace, flush=True)
+        return trace
 
     # ---- DeepSpeed's names
 
@@ -259,8 +298,8 @@ class EngineSurface:
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce now what backward passes have left on this rank; every rank must call it. Units are the buckets."""
         units = self.sharded.backward.units
-        dirty = torch.tensor([int(unit.gradients.dirty) for unit in units], dtype=torch.int32, device=self.device)  # type: ignore[union-attr]
-        self.sharded.backward.flush((self.dp.sum_(dirty) > 0).tolist())
+        dirty = self.dp.any_flags(bytes(unit.gradients.dirty for unit in units))  # type: ignore[union-attr]
+        self.sharded.backward.flush([bool(flag) for flag in dirty])
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .records import LedgerRow, OptimizerRecord, TrafficRow, UnitRecord
+from .records import LedgerRow, OptimizerRecord, RunningJob, TrafficRow, UnitRecord
 from .report import Ledger
 from .states import predict_states
 from .traffic import predict_traffic
@@ -33,6 +33,7 @@ __all__ = [
     "ModelShape",
     "OptimizerRecord",
     "Request",
+    "RunningJob",
     "TrafficRow",
     "UnitRecord",
     "account_of",

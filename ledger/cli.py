@@ -18,7 +18,7 @@ EXAMPLES = """examples:
   stateroom ledger hardware h100           built-in accelerators, with their figures and sources
   stateroom ledger derive mfu tokens_per_s=238300 gpus=6144 peak=275T params=540.35B
   stateroom ledger bubble --pp 8 --microbatches 32
-  stateroom ledger compare runs/llama --model llama3-8b --on 8xh100
+  stateroom ledger compare runs/llama --on 8xh100
   stateroom ledger diff runs/a runs/b
   stateroom ledger verdict 0.41 --params 405B --on '2048x8 h100'
   stateroom ledger calibrate               measure this machine, as a hardware file
@@ -213,7 +213,7 @@ def _compare(argv: Sequence[str]) -> int:
     from .commands import compare
 
     text = "A run directory beside its prediction: predicted, measured, difference, and which assumption is off."
-    return compare(_parser(" compare", text, "example: stateroom ledger compare runs/llama --model llama3-8b --on 8xh100"), argv)
+    return compare(_parser(" compare", text, "example: stateroom ledger compare runs/llama --on 8xh100"), argv)
 
 
 def _diff(argv: Sequence[str]) -> int:

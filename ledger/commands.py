@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .arguments import add_model, cluster_of, shape_of
+from .job import Job, Layout
 from .pipeline import SCHEDULES, Schedule, activation_factor, bubble_share, instructions, simulate
 from .problems import LedgerError
+from .shapes import read_shape
 from .units import parse_count
 
 
@@ -63,19 +65,27 @@ def _bubble_row(row: Schedule, stages: int, count: int, chunks: int, times: tupl
 
 def compare(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     """Print a run directory beside its prediction."""
-    from .job import Job, Layout
     from .verdict import compare_run
 
     parser.add_argument("run", metavar="RUN_DIR", help="the folder that the config's run_dir names")
+    parser.add_argument("--dryrun", metavar="FILE", help="what `stateroom dryrun --json` printed for the same script")
     add_model(parser)
     args = parser.parse_args(argv)
-    base = None
-    if args.model is not None or args.on is not None:
-        shape = shape_of(args)
-        base = Job(shape, cluster_of(args), Layout(), args.seq or shape.context, args.attention)
-    found = compare_run(args.run, base)
+    found = compare_run(args.run, _job_of_run(args), args.dryrun)
     print(json.dumps(found.to_dict(), indent=2) if args.json else "\n".join(found.lines()))
     return 0
+
+
+def _job_of_run(args: argparse.Namespace) -> Job | None:
+    """Return the job that a run is compared with: sizes and sequence are the run's own where no option says others."""
+    from .verdict.run import read_run
+
+    if args.model is None and args.on is None:
+        return None
+    run = read_run(args.run)
+    shape = shape_of(args) if args.model is not None or run.model is None else read_shape(run.model)
+    args.ranks = args.ranks or run.ranks
+    return Job(shape, cluster_of(args), Layout(), args.seq or run.seq or shape.context, args.attention)
 
 
 def diff(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..zero.layout import Layout
+from ..zero.placement import Placement
+
+if TYPE_CHECKING:
+    from .report import Ledger
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,32 @@ class TrafficRow:
     predicted_bytes: int
     counted_bytes: int
     sent_bytes: int
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """What an engine shows of itself while it runs; the functions give the figures of the moment.
+
+    Attributes:
+        config: the loaded config. module: the user's. placement: the stage's row of the table of placements.
+        units: one record per unit. groups: for each unit the optimizer group of each of its parameters, None outside all.
+        whole: whether the optimizer takes whole parameters, so that units are cut between them.
+        optimizer: one record per parameter group, for this rank.
+        tensors: the tensors of each state that hold memory now.
+        ledger: the account, with the traffic of the last step.
+        batch: sequences and tokens a sequence of the last input of token numbers; zeros when there was none.
+    """
+
+    rank: int
+    world: int
+    config: Any
+    module: Any
+    placement: Placement
+    whole: bool
+    steps: Callable[[], int]
+    units: Callable[[], list[UnitRecord]]
+    groups: Callable[[], list[list[int | None]]]
+    optimizer: Callable[[], list[OptimizerRecord]]
+    tensors: Callable[[], dict[str, list[Any]]]
+    ledger: Callable[[], Ledger]
+    batch: Callable[[], tuple[int, int]]

@@ -6,14 +6,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .records import LedgerRow, TrafficRow
+
+if TYPE_CHECKING:
+    from .figures import StepFigures
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """States and traffic of one rank. `print(ledger)` gives the tables, `to_dict()` the data."""
+    """States and traffic of one rank, and what its newest steps cost. `print(ledger)` gives the tables, `to_dict()` the data."""
 
     title: str
     rank: int
@@ -21,6 +24,8 @@ class Ledger:
     states: tuple[LedgerRow, ...]
     traffic: tuple[TrafficRow, ...]
     notes: tuple[str, ...] = ()
+    step: StepFigures | None = None
+    model: dict[str, object] | None = None  # sizes of the model, where its module says them
 
     @property
     def predicted_bytes(self) -> int:
@@ -42,6 +47,8 @@ class Ledger:
             "traffic": [asdict(row) for row in self.traffic],
             "predicted_bytes": self.predicted_bytes,
             "measured_bytes": self.measured_bytes,
+            "model": self.model,
+            "step": None if self.step is None else self.step.to_dict(),
             "notes": list(self.notes),
         }
 
@@ -81,6 +88,8 @@ def render(ledger: Ledger, width: int = 118) -> str:
     console = Console(file=text, width=width, force_terminal=False, color_system=None, legacy_windows=False)
     for part in parts:
         console.print(part)
+    if ledger.step is not None:
+        text.write("\n".join(ledger.step.lines()) + "\n")
     for note in [*(f"{row.state}: {row.note}" for row in ledger.states if row.note), *ledger.notes]:
         text.write(f"- {note}\n")
     return text.getvalue()

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RankError
+from .clock import clock_for
 from .distributed import default_store
+from .imagined import Imagined, imagined_world
 from .ring import Ring
 from .transport import Transport, transport_for
 from .watch import NoWatch, Watch
@@ -66,6 +68,9 @@ class Collectives:
 
     `bounds` are W+1 element offsets; rank r owns [bounds[r], bounds[r+1]). They need not be even. Sums run in rank
     order 0, 1, … on CPU, so that every stage and every run adds in the same order.
+
+    Attributes:
+        is_imagined: whether this is a dry run, whose other ranks do not exist and whose tensors have no values.
     """
 
     def __init__(self, group: Any = None, device: torch.device | None = None, ring_path: Path | None = None) -> None:
@@ -77,8 +82,12 @@ class Collectives:
         self.device = device or torch.device("cpu")
         self.traffic: dict[tuple[str, str], Traffic] = {}
         self.ring = Ring(ring_path)
-        self.seconds = 0.0  # time this rank spent blocked in wait()
-        self._transport: Transport = transport_for(self.group, self.rank, self.world)
+        self.clock = clock_for(self.device)
+        world = imagined_world()
+        self.is_imagined = world is not None
+        self._transport: Transport = (
+            transport_for(self.group, self.rank, self.world) if world is None else Imagined(world, self.group, self.rank, self.world)
+        )
         self._tags: dict[tuple[str, str], int] = {}
         self._meetings = 0
         # which of this group's instances this is: meetings of an earlier engine must not count for this one
@@ -142,6 +151,30 @@ class Collectives:
         self.all_gather(rows.view(-1), bounds, state=CONTROL, unit="rows").wait()
         return rows
 
+    def gather_numbers(self, row: torch.Tensor) -> list[list[float]]:
+        """Return the row [k] of every rank as numbers; all of them 0 in an imagined world, where tensors have no values."""
+        rows = self.gather_rows(row)
+        return [[0.0] * row.numel()] * self.world if self.is_imagined else rows.tolist()
+
+    def known_numbers(self, number: int) -> list[int]:
+        """Return every rank's whole number, in rank order; in an imagined world all ranks have this one's."""
+        rows = self.gather_rows(torch.tensor([number], dtype=torch.int32, device=self.device))
+        return [number] * self.world if self.is_imagined else rows.flatten().tolist()
+
+    def numbers_of_first(self, numbers: Sequence[int], *, unit: str) -> list[int]:
+        """Return rank 0's whole numbers, of which every rank has as many."""
+        sent = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self.broadcast(sent, state="setup", unit=unit)
+        return list(numbers) if self.is_imagined else sent.tolist()
+
+    def any_flags(self, flags: bytes) -> bytes:
+        """Return for each byte 1 where any rank's is not 0, else 0."""
+        if self.world == 1:
+            return flags
+        counts = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(torch.int32).to(self.device)
+        self.sum_(counts)
+        return flags if self.is_imagined else (counts > 0).to(torch.uint8).cpu().numpy().tobytes()
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over ranks in place and return it."""
         if self.world > 1:
@@ -161,8 +194,8 @@ class Collectives:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value (picklable), in rank order. Slow: for start-up and error messages."""
-        if self.world == 1:
-            return [value]
+        if self.world == 1 or self.is_imagined:
+            return [value] * self.world
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         sizes = self.gather_rows(torch.tensor([mine.numel()], device=self.device)).flatten().tolist()
         bounds = [0, *itertools.accumulate(sizes)]
@@ -183,7 +216,7 @@ class Collectives:
         Raises:
             RankError: some ranks did not come within timeout_s; the message names them.
         """
-        if self.world == 1:
+        if self.world == 1 or self.is_imagined:
             return
         self._meetings += 1
         store = dist.PrefixStore(f"stateroom/meet/{self._group_name()}/{self._serial}/{self._meetings}", default_store())
@@ -239,7 +272,7 @@ class Collectives:
             raise self._failed(kind, state, unit, error) from error
 
         def finish() -> None:
-            began = time.perf_counter()
+            began = self.clock.mark()
             self._watch.waits(call, number, state)
             try:
                 wait()
@@ -247,7 +280,7 @@ class Collectives:
                 raise self._failed(kind, state, unit, error) from error
             finally:
                 self._watch.done()
-            self.seconds += time.perf_counter() - began
+            self.clock.waited(f"{kind} of {state}", began)
             self.ring.end(sequence)
 
         return Pending(finish)

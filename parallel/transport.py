@@ -131,20 +131,20 @@ class Native:
 
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int], tag: int) -> Wait:
         """All-gather in place; uneven intervals go through the list form, which NCCL runs as grouped broadcasts."""
-        parts = [flat[bounds[r] : bounds[r + 1]] for r in range(self._world)]
-        own = parts[self._rank]
+        own = flat[bounds[self._rank] : bounds[self._rank + 1]]
         if _even(bounds):
             return self._gather(flat, own, group=self._group, async_op=True).wait
+        parts = [flat[low:high] for low, high in itertools.pairwise(bounds)]
         return dist.all_gather(parts, own, group=self._group, async_op=True).wait
 
     def reduce_scatter(self, flat: torch.Tensor, bounds: Sequence[int], wire: torch.dtype, tag: int) -> Wait:
         """Reduce-scatter in place, through a copy in the wire dtype where it differs."""
         sent = flat if flat.dtype == wire else flat.to(wire)
-        parts = [sent[bounds[r] : bounds[r + 1]] for r in range(self._world)]
-        own = parts[self._rank]
+        own = sent[bounds[self._rank] : bounds[self._rank + 1]]
         if _even(bounds):
             work = self._scatter(own, sent, group=self._group, async_op=True)
         else:
+            parts = [sent[low:high] for low, high in itertools.pairwise(bounds)]
             work = dist.reduce_scatter(own, parts, group=self._group, async_op=True)
 
         def finish() -> None:

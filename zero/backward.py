@@ -217,6 +217,7 @@ class BackwardPass:
 
     def _unit_complete(self, unit: Unit) -> None:
         self._complete.add(unit.index)
+        unit.note("its last gradient is there")
         if self._seen is not None:
             self._seen.append(unit)
         if self.sync:
@@ -244,7 +245,5 @@ class BackwardPass:
         seen, self._seen = self._seen or [], None
         unique = list(dict.fromkeys(unit.index for unit in seen))
         rest = [unit.index for unit in self._order if unit.index not in set(unique)]
-        order = torch.tensor(unique + rest, dtype=torch.int64, device=self.comm.device)
-        self.comm.broadcast(order, state="setup", unit="order")
         by_index = {unit.index: unit for unit in self.units}
-        self._order = [by_index[index] for index in order.tolist()]
+        self._order = [by_index[index] for index in self.comm.numbers_of_first(unique + rest, unit="order")]

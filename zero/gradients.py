@@ -49,6 +49,7 @@ class Gradients:
         self._views: list[torch.Tensor] | None = None
         self.full: torch.Tensor | None = None
         self.owned: torch.Tensor | None = None
+        self.travelling: list[torch.Tensor] = []  # buffers whose reduction is under way
         self.reduced = False  # `owned` holds sums over ranks
         self.exposed = False
         self._everyone = interval == (0, unit.layout.padded)
@@ -101,6 +102,8 @@ class Gradients:
         # segment) finds a buffer of its own.
         self.full = self._views = None
         self.filled = bytearray(len(self.filled))
+        self.travelling.append(full)
+        self.unit.note("reduction of its gradient starts")
         comm, bounds = self.unit.comm, self.unit.layout.bounds
         if self._everyone:
             pending = comm.all_reduce(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
@@ -109,7 +112,9 @@ class Gradients:
 
         def finish() -> None:
             pending.wait()
+            self.travelling = [buffer for buffer in self.travelling if buffer is not full]
             self._take_over(full, views)
+            self.unit.note("its gradient is reduced")
 
         return Pending(finish)
 
@@ -180,13 +185,19 @@ class Gradients:
         count = len(self.filled)
         self.filled, self.touched = bytearray(count), bytearray(count)
         self.owned, self.reduced = None, False
+        self.travelling = []
         if self.sharded:
             self.full = self._views = None
+
+    def at_rest(self) -> list[torch.Tensor]:
+        """Return the buffer that is there between passes too."""
+        buffer = self.full if not self.sharded else None if self.home is not None else self._owned_buffer
+        return [] if buffer is None else [buffer]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the buffers that hold memory now."""
         kept = [self._owned_buffer] if self.sharded and self.home is None else []
-        return kept + [buffer for buffer in (self.full, self.owned) if buffer is not None]
+        return kept + self.travelling + [buffer for buffer in (self.full, self.owned) if buffer is not None]
 
     def _set_aside(self) -> None:
         """Move reduced sums out of `full`, because a further backward will collect there before the step."""

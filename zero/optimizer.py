@@ -165,10 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let all ranks know which parameters got a gradient anywhere; reduce what any rank still holds locally."""
         touched = b"".join(bytes(unit.gradients.touched) for unit in self.units)  # type: ignore[union-attr]
         dirty = bytes(unit.gradients.dirty or not unit.gradients.reduced for unit in self.units)  # type: ignore[union-attr]
-        if self.comm.world > 1:
-            flags = torch.frombuffer(bytearray(touched + dirty), dtype=torch.uint8).to(torch.int32).to(self.comm.device)
-            agreed = (self.comm.sum_(flags) > 0).to(torch.uint8).cpu().numpy().tobytes()
-            touched, dirty = agreed[: len(touched)], agreed[len(touched) :]
+        agreed = self.comm.any_flags(touched + dirty)
+        touched, dirty = agreed[: len(touched)], agreed[len(touched) :]
         self.backward_pass.flush([bool(flag) for flag in dirty])
         parts, at = [], 0
         for count in self._counts:
@@ -240,7 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             mine = torch.zeros(1, dtype=torch.float64, device=self.comm.device)
         extra = [torch.as_tensor(value, dtype=torch.float64, device=self.comm.device).reshape(1) for value in self.report]
-        rows = self.job.gather_rows(torch.cat([mine, *extra])).tolist()
+        rows = self.job.gather_numbers(torch.cat([mine, *extra]))
         self.reports = [row[1:] for row in rows]
         squares = [row[0] for row in rows]
         return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan

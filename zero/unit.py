@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from .tiers.tiers import Tiers
 
 AccessHandler = Callable[["Unit", Slot], None]
+UPDATED = "updated by the optimizer"
+LIFE = 512  # events of a unit that are kept; a micro-batch has about eight
 
 
 class Unit:
@@ -65,6 +69,7 @@ class Unit:
         self.master_is_shard = False  # the optimizer updates the parameter's own bytes, with no separate master copy
         self.master_interval = (0, layout.padded)
         self.residence: Residence | None = None  # what of it rests on a drive
+        self.life: deque[tuple[float, str, str]] = deque(maxlen=LIFE)  # moment on the host's clock, during what, what
         self._pending: Pending | None = None
         self._arriving: Pending | None = None  # the shard, on its way into `full`
         self._nan = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=comm.device)
@@ -96,6 +101,8 @@ class Unit:
             # .data keeps the parameter's own version counter: refilling the buffer does not look like a user's write
             slot.param.data = slot.view
             setattr(slot.param, SLOT, slot)
+            if old is not None and old.unit is not self and len(old.unit.slots) == 1:
+                old.unit.discard()  # or its buffer would stay, whole, until the garbage collector looks at the circle that it is in
             if self.sharded:  # the attributes by which other libraries recognise a sharded parameter
                 slot.param.ds_id, slot.param.ds_shape, slot.param.ds_numel = id(slot), slot.shape, slot.numel  # type: ignore[attr-defined]
 
@@ -104,12 +111,17 @@ class Unit:
         """Bytes of the full buffer while gathered."""
         return self.layout.padded * self.dtype.itemsize
 
+    def note(self, what: str) -> None:
+        """Keep in mind what happens now, for trace_parameter()."""
+        self.life.append((time.perf_counter(), "backward" if torch._C._current_graph_task_id() != -1 else "", what))
+
     # ---- gather and release
 
     def request(self, state: str = "reading") -> None:
         """Start gathering, booked under `state`; nothing happens when the values are here or on their way."""
         if self.gathered or self._pending is not None:
             return
+        self.note(f"gather starts ({state})")
         self.preload()
         arriving, self._arriving = self._arriving or DONE, None
         if self.comm.world == 1:
@@ -155,6 +167,7 @@ class Unit:
         pending, self._pending = self._pending, None
         (pending or DONE).wait()
         self.gathered = True
+        self.note("whole: gathered")
         for slot in self.slots:
             show(slot)
 
@@ -173,6 +186,7 @@ class Unit:
             self._leave_buffer()
         self.full.untyped_storage().resize_(0)
         self.gathered = False
+        self.note("freed: only the shard is left")
 
     def _forget_preloaded(self) -> None:
         if self._arriving is not None:
@@ -250,6 +264,7 @@ class Unit:
         if self.master is None:
             return DONE
         low, high = self.master_interval
+        self.note(UPDATED)
         if not self.master_is_shard:
             home = self.residence
             if home is not None and home.shard is not None:
@@ -267,6 +282,7 @@ class Unit:
             return DONE
         if (low, high) == (0, self.layout.padded):
             return DONE
+        self.note("gather starts (every rank takes the new values)")
         return self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
 
     def take_up(self, values: torch.Tensor, start: int) -> None:
@@ -324,6 +340,7 @@ class Unit:
     def discard(self) -> None:
         """Let go of parameters that another unit has taken over."""
         self.holds = 0
+        self.gathered = False
         self._drop()
 
     def _drop(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +37,7 @@ def measure(device: str | None = None, seconds: float = 1.0) -> dict[str, Any]:
         "products": _products(device, seconds),
         "memory_bytes_s": _copy(device, device, seconds),
         "host_bytes_s": None if device == "cpu" else _copy("cpu", device, seconds),
+        "link_bytes_s": _loopback(seconds) if device == "cpu" else None,
         **_memory(device),
     }
 
@@ -51,8 +54,10 @@ def text(found: dict[str, Any]) -> str:
         f"  usable_bytes: {found['usable_bytes']:.0f}  # {show_bytes(found['usable_bytes'], binary=True)}",
         f"  hbm_bytes_s: {found['memory_bytes_s']:.4g}",
     ]
-    if found["host_bytes_s"] is not None:
-        lines.append(f"  host_bytes_s: {found['host_bytes_s']:.4g}")
+    for key in ("host_bytes_s", "link_bytes_s"):
+        if found[key] is not None:
+            lines.append(f"  {key}: {found[key]:.4g}")
+    lines += ["  # rates were reached, so products and memory are taken to reach them", "  family: calibrated"]
     lines.append("}")
     lines.append(f"# memory that is no tensor: {show_bytes(found['overhead_bytes'], binary=True)}; give it as --overhead")
     return "\n".join(lines)
@@ -108,6 +113,24 @@ def _copy(source: str, target: str, seconds: float) -> float:
     other = torch.empty(count, dtype=torch.float32, device=target)
     both = 2 if source == target else 1
     return _rate(target, lambda: other.copy_(block, non_blocking=True), both * 4.0 * count, seconds)
+
+
+def _loopback(seconds: float) -> float:
+    """Return bytes a second that one thread sends to another through the loopback address, which is how ranks on a CPU talk."""
+    block = bytearray(2**22)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+
+            def once() -> None:
+                thread = threading.Thread(target=sender.sendall, args=(block,))
+                thread.start()
+                left, room = len(block), bytearray(len(block))
+                while left:
+                    left -= receiver.recv_into(room, left)
+                thread.join()
+
+            return _rate("cpu", once, float(len(block)), seconds)
 
 
 def _memory(device: str) -> dict[str, float]:

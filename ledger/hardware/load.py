@@ -97,6 +97,10 @@ def _fill(device: Accelerator, devices: int, per_node: int | None, changes: Mapp
 
 def _cluster_from_data(data: Mapping[str, Any], devices: int | None, changes: Mapping[str, Any]) -> Cluster:
     known = ("accelerator", "devices", *_CLUSTER_KEYS)
+    if "accelerator" not in data and ("peak" in data or "base" in data):  # a file of one device, as `ledger calibrate` writes it
+        if devices is None:
+            raise LedgerError("the file describes one device; say how many there are, with --ranks")
+        return _fill(_from_data(data), devices, None, changes)
     for key in data:
         if key not in known:
             raise LedgerError(

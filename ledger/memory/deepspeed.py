@@ -26,7 +26,7 @@ def deepspeed_zero2(
     """
     devices = gpus_per_node * nodes
     if cpu_offload:
-        return Estimate(2.0 * params, params * max(_FULL * gpus_per_node, 16) * buffer)
+        return Estimate(2.0 * params, params * max(_FULL * devices, 16) * buffer)
     whole, cut = (4.0, 16.0) if as_documented else (2.0, 18.0)
     return Estimate(whole * params + int(cut * params / devices), params * _FULL * gpus_per_node * buffer)
 

@@ -11,6 +11,8 @@ from ..shapes.parts import Block, blocks
 from ..shapes.shape import ModelShape
 from .states import StateSizes, placement_of
 
+_STEP_BYTES = 4  # torch keeps an optimizer's step count as one fp32 scalar for each tensor that it updates
+
 
 @dataclass(frozen=True)
 class RankUnit:
@@ -133,9 +135,12 @@ def _state_rows(
     )
     found = []
     for name, each, sharded, tier in rows:
-        elements = sum(unit.count * _resident(unit, world, expert_world, sharded) for unit in units)
+        is_moments = name == "optimizer states"
+        elements = sum(unit.count * _resident(unit, world, expert_world, sharded, is_padded=not is_moments) for unit in units)
         where = f"cut over {world:,}" if sharded and world > 1 else "whole"
-        found.append((tier, name, elements * each, f"{elements:,} x {each:g} bytes, {where}"))
+        steps = _STEP_BYTES * sum(unit.count * _updates(unit, world, expert_world, sharded) for unit in units) if is_moments and each else 0
+        counts = f", and {steps // _STEP_BYTES:,} step counts of {_STEP_BYTES} bytes" if steps else ""
+        found.append((tier, name, elements * each + steps, f"{elements:,} x {each:g} bytes, {where}{counts}"))
     return tuple(found)
 
 
@@ -150,7 +155,15 @@ def rank_states(job: Job, stage: int) -> dict[str, Account]:
     }
 
 
-def _resident(unit: RankUnit, world: int, expert_world: int, sharded: bool) -> int:
+def _updates(unit: RankUnit, world: int, expert_world: int, sharded: bool) -> int:
+    """Return how many tensors the optimizer updates: one for each rank's interval that is here and is not padding alone."""
+    parts = ((unit.dense, world), (unit.experts, expert_world))
+    return sum(1 if sharded else -(-numel // share(numel, ranks)) for numel, ranks in parts if numel)
+
+
+def _resident(unit: RankUnit, world: int, expert_world: int, sharded: bool, *, is_padded: bool = True) -> int:
     if sharded and world > 1:
         return share(unit.dense, world) + share(unit.experts, expert_world)
+    if not is_padded:  # the optimizer updates parameters only
+        return unit.numel
     return padded(unit.dense, world) + padded(unit.experts, expert_world)

@@ -58,26 +58,34 @@ def _latent(args: Arguments) -> Latent:
 def _mixture(args: Arguments, layers: int) -> Mixture | None:
     if not args.get("num_experts"):
         return None
-    dense, every = _pattern(args.get("moe_layer_freq", 1), layers)
+    dense, every, leads = _pattern(args.get("moe_layer_freq", 1), layers)
     shared = int(args.get("moe_shared_expert_intermediate_size") or 0)
     return Mixture(
         int(args["num_experts"]), int(args.get("moe_router_topk") or 1), int(args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]),
-        shared=1 if shared else 0, shared_ffn=shared or None, dense_layers=dense, every=every,
+        shared=1 if shared else 0, shared_ffn=shared or None, dense_layers=dense, every=every, leads=leads,
         gated_shared=bool(args.get("moe_shared_expert_gate")),
     )  # fmt: skip
 
 
-def _pattern(frequency: int | list[int], layers: int) -> tuple[int, int]:
-    """Return (dense layers first, one mixture in so many after them). Megatron's integer n makes layers 0, n, 2n … mixtures."""
-    pattern = [int(index % frequency == 0) for index in range(layers)] if isinstance(frequency, int) else [int(each) for each in frequency]
+def _pattern(frequency: int | list[int], layers: int) -> tuple[int, int, bool]:
+    """Return (dense layers first, one mixture in so many after them, whether it is the first of those).
+
+    Megatron's integer n makes layers 0, n, 2n … mixtures.
+    """
+    if isinstance(frequency, int):
+        if frequency < 1:
+            raise LedgerError(f"moe_layer_freq is {frequency}; it must be at least 1")
+        return 0, frequency, frequency > 1
+    pattern = [int(each) for each in frequency]
     if len(pattern) != layers:
         raise LedgerError(f"moe_layer_freq has {len(pattern)} entries for {layers} layers")
     if 1 not in pattern:
         raise LedgerError("moe_layer_freq marks no layer as a mixture")
-    first, count = pattern.index(1), sum(pattern)
+    first = pattern.index(1)
     for every in range(1, layers + 1):
         for dense in range(max(0, first - every + 1), first + 1):
-            made = [int(i >= dense and (i - dense) % every == every - 1) for i in range(layers)]
-            if made == pattern or (sum(made) == count and isinstance(frequency, int)):
-                return dense, every
+            if [int(i >= dense and (i - dense) % every == every - 1) for i in range(layers)] == pattern:
+                return dense, every, False
+        if [int(i >= first and (i - first) % every == 0) for i in range(layers)] == pattern:
+            return first, every, True
     raise LedgerError(f"moe_layer_freq {frequency} is not dense layers first and then every nth a mixture")

@@ -185,7 +185,7 @@ def _experts(shape: ModelShape, mixture: Mixture) -> tuple[Part, ...]:
 
 
 def _prediction(shape: ModelShape) -> tuple[Part, ...]:
-    """One multi-token prediction module: two norms, the joining projection, a whole layer, its own last norm."""
-    inner = _experts(shape, shape.mixture) if shape.mixture is not None else _mlp(shape)
+    """One multi-token prediction module: two norms, the joining projection, a layer like the last one, its own last norm."""
+    inner = _experts(shape, shape.mixture) if shape.mixture is not None and shape.is_mixture(shape.layers - 1) else _mlp(shape)
     joined = (Part("joining projection", 2 * shape.hidden * shape.hidden), Part("joining norms", 3 * _norm(shape), "vector", ""))
     return (*joined, *_attention(shape), *inner, *_norms(shape, shape.norms_per_layer))

@@ -18,7 +18,7 @@ class Mixture:
         ffn: inner size of one routed expert.
         shared: experts that see every token; shared_ffn is the inner size of one of them, ffn when absent.
         dense_layers: first layers that keep a plain MLP.
-        every: of the layers after those, one in so many is a mixture.
+        every: of the layers after those, one in so many is a mixture: the last of them, or with `leads` the first.
         gated_shared: a learned gate of `hidden` weights scales the shared output.
     """
 
@@ -29,6 +29,7 @@ class Mixture:
     shared_ffn: int | None = None
     dense_layers: int = 0
     every: int = 1
+    leads: bool = False
     gated_shared: bool = False
     router_bias: bool = False
 
@@ -183,10 +184,11 @@ class ModelShape:
         return self.layers - self.mixture_layers
 
     def is_mixture(self, index: int) -> bool:
-        """Return whether layer `index` has routed experts: after the dense ones, the last of each `every` layers."""
+        """Return whether layer `index` has routed experts: after the dense ones, the last (or first) of each `every` layers."""
         if self.mixture is None or index < self.mixture.dense_layers:
             return False
-        return (index - self.mixture.dense_layers) % self.mixture.every == self.mixture.every - 1
+        wanted = 0 if self.mixture.leads else self.mixture.every - 1
+        return (index - self.mixture.dense_layers) % self.mixture.every == wanted
 
     def to_dict(self) -> dict[str, object]:
         """Return what was given, without the fields at their defaults."""

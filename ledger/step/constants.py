@@ -51,6 +51,8 @@ FITTED: Mapping[str, Constants] = {
     "tpu": Constants(product=0.812, core=0.5, memory=0.8, half=128.0, spread=0.005),
     "blackwell": Constants(product=0.589, core=0.45, memory=0.8, half=128.0, spread=0.005),
 }
+# `stateroom ledger calibrate` measures what is reached, not what a data sheet says; what it does not measure is as above
+CALIBRATED = Constants(product=1.0, core=0.5, memory=1.0, link=1.0, network=1.0)
 # families without published runs in the fit borrow the constants of the nearest one; the account says so
 _BORROWED = {"volta": "ampere", "turing": "ampere", "ada": "ampere", "cdna2": "ampere", "cdna3": "hopper", "cdna4": "blackwell",
              "trainium": "tpu", "gaudi": "hopper"}  # fmt: skip
@@ -62,11 +64,13 @@ def constants_of(device: Accelerator) -> tuple[Constants, str]:
     Raises:
         LedgerError: a device of the user's own without a family.
     """
+    if device.family == "calibrated":
+        return CALIBRATED, "rates as calibrated"
     if device.family in FITTED:
         return FITTED[device.family], f"fitted on runs on {device.family}"
     borrowed = _BORROWED.get(device.family)
     if borrowed is None:
-        known = ", ".join(sorted({*FITTED, *_BORROWED}))
+        known = ", ".join(sorted({*FITTED, *_BORROWED, "calibrated"}))
         raise LedgerError(
             f"no constants for {device.name} (family {device.family!r}); give it a family whose efficiency is like its own: {known}"
         )

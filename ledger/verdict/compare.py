@@ -1,7 +1,8 @@
-"""Predicted, measured, difference: a run directory beside what the calculator says of the same job."""
+"""Predicted, measured, difference: a run directory beside what the calculator and a dry run say of the same job."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +12,20 @@ from ..flops.layers import training_flops_per_token
 from ..job import Job
 from ..memory.life import fullest
 from ..plan.config import job_of_config
+from ..problems import LedgerError
 from ..shapes.count import active_parameters
 from ..step.time import StepTime, step_time
-from ..units import show_bytes, show_seconds
+from ..units import show_bytes, show_count, show_seconds
 from .bands import Verdict, verdict
+from .findings import moved_findings, speed_findings
 from .run import RunRecord, read_run
 
-_CLOSE = 0.15
+_ALLOCATOR = ("fragmentation", "no tensor")  # of the calculator's peak: what a count of allocated tensors does not have
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; `unit` is bytes, s, tokens/s or a share. None is what nobody said."""
+    """One figure; `unit` is bytes, s, tokens, tokens/s, FLOP or a share. None is what nobody said."""
 
     name: str
     predicted: float | None
@@ -68,105 +71,99 @@ class Comparison:
         }
 
 
-def compare_run(folder: str | os.PathLike[str], base: Job | None = None) -> Comparison:
+def compare_run(folder: str | os.PathLike[str], base: Job | None = None, dry: str | os.PathLike[str] | None = None) -> Comparison:
     """Return a run beside its prediction.
 
     Args:
         base: the shape, cluster and sequence of the job; its layout is read from the run's own config. Without it only what
-            the engine predicted itself, the bytes of its states, is compared.
+            the engine predicted itself, the bytes of its states and its traffic, is compared.
+        dry: a file of `stateroom dryrun --json` of the same script, for the peak of tensors.
 
     Raises:
-        LedgerError: no run directory, or its config does not fit the cluster.
+        LedgerError: no run directory, no such file, or the config does not fit the cluster.
     """
     run = read_run(folder)
     rows, findings = _states(run)
+    if dry is not None:
+        rows += _dry_rows(Path(dry), run)
     if base is None:
         findings.append("give --model and --on for step time, MFU, FLOPs and peak memory beside these")
-        step = run.typical("step_s")
-        rows.append(Row("step time", None, step, "s"))
+        rows += [Row("step time", None, run.typical("step_s"), "s"), Row("exposed communication", None, run.typical("exposed_s"), "s")]
         return Comparison(run.path, tuple(rows), tuple(findings), None)
     job = job_of_config(run.config, base, run.ranks)
     time = step_time(job)
-    measured = run.typical("step_s")
-    tokens = run.typical("tokens")
-    rows += _speed(job, time, measured, tokens)
-    peak = fullest(job).peak[1].total
-    memory = max((float(step["memory_bytes"]) for step in run.settled() if step.get("memory_bytes")), default=None)
-    rows.append(Row("device memory", peak, memory, "bytes"))
-    findings += _speed_findings(job, time, measured, tokens)
-    judged = _judged(job, measured, tokens)
-    return Comparison(run.path, tuple(rows), tuple(findings), judged)
+    rows += [*_speed(job, time, run), *_parts(time, run), *_memory(job, run)]
+    findings += speed_findings(job, time, run)
+    return Comparison(run.path, tuple(rows), tuple(findings), _judged(job, run))
 
 
 def _states(run: RunRecord) -> tuple[list[Row], list[str]]:
-    rows, findings = [], []
-    for state in run.ledger.get("states", []):
-        rows.append(Row(state["state"], state["predicted_bytes"], state["measured_bytes"], "bytes"))
-        if state["predicted_bytes"] is None:
-            findings.append(f"{state['state']}: the optimizer is not known to the ledger, so its states were not predicted")
-        elif state["predicted_bytes"] != state["measured_bytes"]:
-            findings.append(
-                f"{state['state']} is off by {state['measured_bytes'] - state['predicted_bytes']:+,} bytes: dtype or "
-                "placement is not as configured"
-            )
+    rows = [Row(state["state"], state["predicted_bytes"], state["measured_bytes"], "bytes") for state in run.ledger.get("states", [])]
     for flow in run.ledger.get("traffic", []):
-        name = f"{flow['kind']} of {flow['state']} a step"
-        rows.append(Row(name, flow["predicted_bytes"], flow["counted_bytes"], "bytes"))
-        if flow["predicted_bytes"] != flow["counted_bytes"]:
-            findings.append(
-                f"{name}: {flow['counted_calls']} calls counted, {flow['predicted_calls']} predicted: units were gathered or "
-                "reduced at other times"
-            )
-    if not run.ledger:
-        findings.append("ledger.json is not there: the run ended before its first step")
-    return rows, findings
+        rows.append(Row(f"{flow['kind']} of {flow['state']} a step", flow["predicted_bytes"], flow["counted_bytes"], "bytes"))
+    return rows, moved_findings(run)
 
 
-def _speed(job: Job, time: StepTime, measured: float | None, tokens: float | None) -> list[Row]:
-    rows = [Row("step time", time.seconds, measured, "s"), Row("tokens of a step", float(job.tokens), tokens, "tokens")]
-    per_token = training_flops_per_token(job.shape, job.seq, attention=job.attention)
-    if measured and tokens:
-        rate = tokens / measured
-        rows.append(Row("tokens a second", time.tokens_s, rate, "tokens/s"))
-        rows.append(Row(f"MFU ({job.attention} attention)", time.mfu, rate * per_token / (time.devices * time.peak_flops), "share"))
-    else:
-        rows.append(Row(f"MFU ({job.attention} attention)", time.mfu, None, "share"))
-    return rows
+def _dry_rows(path: Path, run: RunRecord) -> list[Row]:
+    try:
+        found = json.loads(path.read_text())
+        peak = float(found["memory"]["peak_bytes"])
+        moved = {f"{flow['kind']} of {flow['state']} a step": float(flow["counted_bytes"]) for flow in found["traffic"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{path} is no file of `stateroom dryrun --json`: {error}") from None
+    counted = {f"{flow['kind']} of {flow['state']} a step": flow["counted_bytes"] for flow in run.ledger.get("traffic", [])}
+    rows = [Row(f"{name}, dry run", size, counted.get(name), "bytes") for name, size in moved.items()]
+    return [*rows, Row("peak of tensors, dry run", peak, _grown(run), "bytes")]
 
 
-def _speed_findings(job: Job, time: StepTime, measured: float | None, tokens: float | None) -> list[str]:
-    """Say which assumption is off, by what the measurement rules out."""
-    if measured is None:
-        return ["metrics.jsonl has no steps yet"]
-    findings = []
-    if tokens and abs(tokens / job.tokens - 1) > 0.01:
-        findings.append(f"a step has {tokens:,.0f} tokens, not {job.tokens:,}: sequences are shorter or padded, or --seq is off")
-    ratio = measured / time.seconds
-    if measured < time.lower_bound_s:
-        findings.append("the step is shorter than its lower bound: the hardware, the model or the tokens are not what was said")
-    elif ratio > 1 + _CLOSE:
-        exposed = time.parts.part("exposed")
-        text = (
-            f"the step takes {ratio:.2f} times as long as predicted; beyond kernels that run slower than the family's constants, look at "
-        )
-        findings.append(
-            text + ("communication that was taken to be hidden" if exposed > 0.1 * time.seconds else "the data loader and the host")
-        )
-    elif ratio < 1 - _CLOSE:
-        findings.append(
-            f"the step takes {ratio:.2f} of the predicted time: kernels are better than the family's constants ({time.constants_from})"
-        )
-    else:
-        findings.append(f"step time within {100 * _CLOSE:.0f} % of the prediction")
-    return findings
+def _speed(job: Job, time: StepTime, run: RunRecord) -> list[Row]:
+    seconds, tokens = run.typical("step_s"), run.typical("tokens")
+    rows = [Row("step time", time.seconds, seconds, "s"), Row("tokens of a step", float(job.tokens), tokens, "tokens")]
+    if seconds and tokens:
+        rows.append(Row("tokens a second", time.tokens_s, tokens / seconds, "tokens/s"))
+    rows.append(Row("FLOPs of a step", time.flops.model.total, run.typical("flops"), "FLOP"))
+    mfu = hfu = None
+    if seconds and tokens:
+        per_token = training_flops_per_token(job.shape, job.seq, attention=job.attention)
+        mfu = tokens / seconds * per_token / (time.devices * time.peak_flops)
+        hfu = mfu * time.flops.hardware / time.flops.model.total
+    rows.append(Row(f"MFU ({job.attention} attention)", time.mfu, mfu, "share"))
+    return [*rows, Row("HFU", time.hfu, hfu, "share")]
 
 
-def _judged(job: Job, measured: float | None, tokens: float | None) -> Verdict | None:
-    if not measured or not tokens:
+def _parts(time: StepTime, run: RunRecord) -> list[Row]:
+    """The time of a step in the parts that both know."""
+    exposed, optimizer = time.parts.part("exposed"), time.parts.part("optimizer")
+    return [
+        Row("  forward and backward", time.seconds - exposed - optimizer, run.part("forward", "backward"), "s"),
+        Row("  exposed communication", exposed, run.part("waiting for"), "s"),
+        Row("  optimizer", optimizer, run.part("step"), "s"),
+        Row("  outside the engine", 0.0, run.part("outside"), "s"),
+    ]
+
+
+def _memory(job: Job, run: RunRecord) -> list[Row]:
+    peak = fullest(job).peak[1]
+    tensors = sum(term.value for term in peak.terms if not term.name.startswith(_ALLOCATOR))
+    return [Row("peak of tensors", tensors, _grown(run), "bytes")]
+
+
+def _grown(run: RunRecord) -> float | None:
+    """Return what is to be compared with tensors: what the allocator counted, or how far a CPU process has grown since `initialize`."""
+    memory = (run.ledger.get("step") or {}).get("memory")
+    if memory is None:
+        return max((float(step["memory_bytes"]) for step in run.settled() if step.get("memory_bytes")), default=None)
+    resident = memory["what"].startswith("resident")
+    return float(memory["num_bytes"]) - (float(memory["before_bytes"]) if resident else 0.0)
+
+
+def _judged(job: Job, run: RunRecord) -> Verdict | None:
+    seconds, tokens = run.typical("step_s"), run.typical("tokens")
+    if not seconds or not tokens:
         return None
     device = job.cluster.accelerator
     per_token = training_flops_per_token(job.shape, job.seq)
-    mfu = tokens / measured * per_token / (job.cluster.devices * device.peak_flops(job.layout.compute))
+    mfu = tokens / seconds * per_token / (job.cluster.devices * device.peak_flops(job.layout.compute))
     return verdict(mfu, device, active_parameters(job.shape), job.cluster.devices)
 
 
@@ -177,4 +174,6 @@ def _shown(value: float | None, unit: str) -> str:
         return show_bytes(value) if value >= 1e6 else f"{value:,.0f} B"
     if unit == "s":
         return show_seconds(value)
+    if unit == "FLOP":
+        return f"{show_count(value)}FLOP"
     return f"{100 * value:.2f} %" if unit == "share" else f"{value:,.0f}"

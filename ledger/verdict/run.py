@@ -30,6 +30,25 @@ class RunRecord:
         """Number of ranks."""
         return int(self.environment.get("ranks") or self.ledger.get("world") or 1)
 
+    @property
+    def seq(self) -> int | None:
+        """Tokens of a sequence that the engine saw, or None."""
+        return int((self.ledger.get("step") or {}).get("seq") or 0) or None
+
+    @property
+    def model(self) -> dict[str, Any] | None:
+        """The model's sizes as the engine read them off the module, or None."""
+        return self.ledger.get("model")
+
+    def part(self, *starts: str) -> float | None:
+        """Return the median seconds of the parts of a step's account whose names begin with one of `starts`, or None without accounts."""
+        sums = [
+            sum(seconds for name, seconds in step["account"].items() if name.startswith(starts))
+            for step in self.settled()
+            if isinstance(step.get("account"), dict)
+        ]
+        return median(sums) if sums else None
+
     def settled(self) -> Sequence[dict[str, Any]]:
         """Return the steps after the warm-up; all of them in a run that has no more."""
         return self.steps[_WARM_UP:] or self.steps

@@ -99,7 +99,7 @@ def test_a_run_beside_its_prediction(tmp_path):
     rows = {row.name: row for row in found.rows}
     assert rows["master weights"].difference == pytest.approx(0.25) and rows["optimizer states"].predicted is None
     assert rows["step time"].measured == 20.0 and rows["tokens a second"].measured == pytest.approx(131072 / 20)
-    assert rows["device memory"].measured == 5e10
+    assert rows["peak of tensors"].measured == 5e10
     text = "\n".join(found.lines())
     for finding in (
         "off by +100 bytes",

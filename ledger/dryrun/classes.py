@@ -1,0 +1,89 @@
+"""Rank classes: ranks whose states take the same bytes at rest, for all ranks of a job, by layout arithmetic alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...zero.layout import Layout
+from ..records import OptimizerRecord, RunningJob
+from ..states import predict_states
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks, as inclusive spans, and the bytes of their states at rest; None is what the ledger cannot predict."""
+
+    spans: tuple[tuple[int, int], ...]
+    states: Mapping[str, int | None]
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return sum(last - first + 1 for first, last in self.spans)
+
+    @property
+    def total(self) -> int:
+        """Bytes of the states that are known."""
+        return sum(size for size in self.states.values() if size is not None)
+
+    def words(self) -> str:
+        """Return the spans as people write them, the first few where there are many."""
+        texts = [f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in self.spans]
+        return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more spans" if len(texts) > 4 else "")
+
+
+def rank_classes(job: RunningJob) -> tuple[RankClass, ...]:
+    """Return the classes of a job's ranks, the largest first."""
+    units, groups, known = job.units(), job.groups(), job.optimizer()
+    found: dict[tuple[int | None, ...], list[int]] = {}
+    states: dict[tuple[int | None, ...], Mapping[str, int | None]] = {}
+    ranks = range(job.world) if job.placement.optimizer.sharded else range(1)
+    for rank in ranks:
+        records = [_with_runs(record, index, units, groups, rank, job) for index, record in enumerate(known)]
+        sizes = predict_states(units, job.placement, rank, records)
+        key = tuple(sizes.values())
+        found.setdefault(key, []).append(rank)
+        states[key] = sizes
+    if len(ranks) < job.world:  # nothing is cut by rank: every rank has the same
+        return tuple(RankClass(((0, job.world - 1),), states[key]) for key in found)
+    classes = [RankClass(_spans(members), states[key]) for key, members in found.items()]
+    return tuple(sorted(classes, key=lambda each: (-each.count, each.spans)))
+
+
+def _with_runs(record: OptimizerRecord, group: int, units: Sequence, groups: Sequence, rank: int, job: RunningJob) -> OptimizerRecord:
+    numels: list[int] = []
+    for unit, members in zip(units, groups, strict=True):
+        if unit.trainable:
+            cuts = [unit.layout.interval(rank)] if job.placement.optimizer.sharded else list(itertools.pairwise(unit.layout.bounds))
+            for low, high in cuts:
+                numels += runs_of(unit.layout, low, high, members, group, whole=job.whole)
+    return OptimizerRecord(record.name, record.options, tuple(numels), record.itemsize)
+
+
+def runs_of(layout: Layout, low: int, high: int, members: Sequence[int | None], group: int, *, whole: bool) -> list[int]:
+    """Return the sizes of the tensors that an optimizer updates in [low, high): neighbours of one group are one, unless `whole`."""
+    found: list[int] = []
+    end = -1  # where the last one ended
+    for part in layout.slices(low, high):
+        start, size = low + part.at, part.stop - part.start
+        if members[part.extent] != group:
+            end = -1
+        elif start == end and not whole:
+            found[-1] += size
+            end += size
+        else:
+            found.append(size)
+            end = start + size
+    return found
+
+
+def _spans(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    found: list[tuple[int, int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == rank - 1:
+            found[-1] = (found[-1][0], rank)
+        else:
+            found.append((rank, rank))
+    return tuple(found)
