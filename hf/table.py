@@ -25,7 +25,11 @@ _MODULES: dict[str, str | None] = {
     "runtime.activation_checkpointing.checkpointing": "engine.checkpointing",
     "runtime.base_optimizer": None,
     "runtime.dataloader": None,
+    "pipe": "pipe",
     "runtime.engine": None,
+    "runtime.pipe": "pipe",
+    "runtime.pipe.module": "pipe",
+    "runtime.pipe.topology": "pipe.topology",
     "runtime.zero.utils": None,
     "zero": "zero",
 }
@@ -68,7 +72,6 @@ _ABSENT: dict[str, str] = {
     "runtime.fp16": "loss scales are engine.loss_scale and engine.scaler",
     "runtime.sequence_parallel": _ULYSSES,
     "sequence": _ULYSSES,
-    "utils.zero_to_fp32": "whole weights come from engine.module_state_dict() or engine.save_16bit_model()",
 }
 
 

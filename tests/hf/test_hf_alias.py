@@ -115,7 +115,6 @@ def test_every_module_of_the_table_can_be_listed_and_imported_with_a_star(enable
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("pipe", "no pipelines"),
         ("init_inference", "training engine"),
         ("moe", "experts"),
         ("ops.transformer", "optimizers are torch's"),
