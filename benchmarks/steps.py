@@ -1,0 +1,181 @@
+"""A training step of Stateroom beside its peers, interleaved in one run, and beside what no engine can be faster than.
+
+    python benchmarks/steps.py [--model block|large|wide|tiny-many|frozen] [--rounds 5] [--variants stateroom-3,fsdp2,...]
+        [--bf16] [--accumulation 8] [--compile] [--rows 1] [--clip 1.0] [--ranks 2] [--peer-python FILE] [--json FILE]
+
+Every variant has ranks of its own, which wait while another one runs; each round runs them all in turn, so that what the
+machine does beside this touches all alike. Printed are the median over rounds of a step's seconds (the slowest rank's), its
+ratio to a peer pair by pair within rounds, and the peak resident memory above that of an empty process.
+
+The limit of a variant adds what it cannot avoid, each measured in the same rounds: forward and backward alone, the clipped
+update of a rank's share, and for each time that all elements must cross, the exchange of one message per peer. Ranks on a
+CPU send with the cores that compute, so nothing is taken off for overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import step_rank
+
+PARTS = ("compute", "adam", "adam-share", "exchange")
+# variant -> (times that all elements cross, whether the update is of a share)
+CROSSINGS = {
+    "stateroom-0": (2, False),
+    "stateroom-1": (2, True),
+    "stateroom-2": (2, True),
+    "stateroom-3": (3, True),
+    "ddp": (2, False),
+    "fsdp2": (3, True),
+    "fsdp2-keep": (2, True),
+    "deepspeed-1": (2, True),
+    "deepspeed-2": (2, True),
+    "deepspeed-3": (3, True),
+}
+BESIDE = {"stateroom-0": ("ddp",), "stateroom-1": ("ddp", "deepspeed-1"), "stateroom-2": ("ddp", "deepspeed-2")}
+BESIDE |= {"stateroom-3": ("fsdp2", "deepspeed-3")}
+
+
+class Variant:
+    """The ranks of one variant."""
+
+    def __init__(self, name: str, python: str, args: argparse.Namespace, options: list[str]) -> None:
+        self.name = name
+        self.rounds: list[float] = []
+        self.peak_bytes = 0
+        self._answers: list[Any] = []
+        self._ranks: list[subprocess.Popen[str]] = []
+        port = _free_port()
+        for rank in range(args.ranks):
+            read, write = os.pipe()
+            env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.ranks), "RANK": str(rank)}
+            env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(args.ranks), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            command = [python, str(Path(__file__).parent / "step_rank.py"), name, str(write), *options]
+            quiet = None if args.verbose else subprocess.DEVNULL
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, pass_fds=(write,), env=env, text=True, bufsize=1
+            )
+            os.close(write)
+            self._ranks.append(process)
+            self._answers.append(os.fdopen(read))
+        self.build_s = max(answer["build_s"] for answer in self._hear())
+
+    def _hear(self) -> list[dict[str, Any]]:
+        lines = [answers.readline() for answers in self._answers]
+        if not all(lines):
+            raise SystemExit(f"steps: a rank of {self.name} ended; run it alone with --variants {self.name} --verbose to see why")
+        return [json.loads(line) for line in lines]
+
+    def run(self, steps: int) -> None:
+        """Run some steps on all ranks and keep the median of the slowest rank's seconds."""
+        for process in self._ranks:
+            assert process.stdin is not None
+            process.stdin.write(f"run {steps}\n")
+        said = self._hear()
+        self.rounds.append(statistics.median(max(step) for step in zip(*(answer["seconds"] for answer in said), strict=True)))
+        self.peak_bytes = max(answer["peak_bytes"] for answer in said)
+
+    def end(self) -> None:
+        """Let the ranks go."""
+        for process in self._ranks:
+            assert process.stdin is not None
+            process.stdin.write("quit\n")
+        for process in self._ranks:
+            process.wait()
+
+    @property
+    def median_s(self) -> float:
+        """Median of the rounds."""
+        return statistics.median(self.rounds)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def paired(a: Variant, b: Variant) -> float:
+    """Return the median over rounds of a's seconds over b's."""
+    return statistics.median(x / y for x, y in zip(a.rounds, b.rounds, strict=True))
+
+
+def limit_s(name: str, parts: dict[str, Variant]) -> float | None:
+    """Return the seconds that a variant cannot go below, by the parts that were measured."""
+    if name not in CROSSINGS or not all(part in parts for part in PARTS):
+        return None
+    crossings, shares = CROSSINGS[name]
+    update = parts["adam-share" if shares else "adam"].median_s
+    return parts["compute"].median_s + update + crossings * parts["exchange"].median_s
+
+
+def report(found: dict[str, Variant]) -> list[dict[str, Any]]:
+    """Return a row a variant."""
+    rows = []
+    for name, variant in found.items():
+        spread = (max(variant.rounds) - min(variant.rounds)) / variant.median_s
+        row: dict[str, Any] = {"variant": name, "step_s": variant.median_s, "spread": spread, "peak_bytes": variant.peak_bytes}
+        row |= {"build_s": variant.build_s, "rounds": variant.rounds}
+        limit = limit_s(name, found)
+        if limit is not None:
+            row |= {"limit_s": limit, "over_limit": variant.median_s / limit}
+        row["ratios"] = {peer: paired(variant, found[peer]) for peer in BESIDE.get(name, ()) if peer in found}
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(f"{'variant':14} {'step ms':>9} {'spread':>7} {'limit ms':>9} {'over it':>8} {'peak MB':>9} {'build s':>8}  beside peers")
+    for row in rows:
+        limit = f"{1000 * row['limit_s']:9.1f} {row['over_limit']:8.2f}" if "limit_s" in row else f"{'':9} {'':8}"
+        ratios = ", ".join(f"{ratio:.2f} of {peer}" for peer, ratio in row["ratios"].items())
+        memory = f"{row['peak_bytes'] / 1e6:9,.0f} {row['build_s']:8.2f}"
+        print(f"{row['variant']:14} {1000 * row['step_s']:9.1f} {row['spread']:7.0%} {limit} {memory}  {ratios}")
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    step_rank.arguments(parser)
+    parser.add_argument("--variants", help="comma-separated; default: all, DeepSpeed's with --peer-python only")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a variant in a round")
+    parser.add_argument("--peer-python", help="interpreter of an environment that has DeepSpeed")
+    parser.add_argument("--json", type=Path, help="write rows and rounds for compare.py")
+    parser.add_argument("--verbose", action="store_true", help="show what the ranks print")
+    args = parser.parse_args()
+    names = (
+        args.variants.split(",") if args.variants else [n for n in step_rank.VARIANTS if args.peer_python or not n.startswith("deepspeed")]
+    )
+    options = ["--model", args.model, "--rows", str(args.rows), "--accumulation", str(args.accumulation), "--clip", str(args.clip)]
+    options += ["--bf16"] * args.bf16 + ["--compile"] * args.compile
+    found: dict[str, Variant] = {}
+    for name in names:
+        print(f"building {name} ...", file=sys.stderr, flush=True)
+        python = args.peer_python if name.startswith("deepspeed") and args.peer_python else sys.executable
+        found[name] = Variant(name, python, args, options)
+    for number in range(args.rounds):
+        print(f"round {number + 1} of {args.rounds} ...", file=sys.stderr, flush=True)
+        for variant in found.values():
+            variant.run(args.steps)
+    for variant in found.values():
+        variant.end()
+    rows = report(found)
+    show(rows)
+    if args.json:
+        args.json.write_text(json.dumps({"options": options, "ranks": args.ranks, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
