@@ -30,6 +30,7 @@ from .regions import Regions
 from .reporting import ledger_of, step_traffic
 from .saving import Saving
 from .surface import EngineSurface
+from .tier_reporting import MoveCounts, moves_now
 
 _PLAIN_FP16 = (
     "loss.backward() under fp16 would leave the loss unscaled and its small gradients lost; "
@@ -96,6 +97,8 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._mesh: DeviceMesh | None = None
         self.last_step_traffic: dict[tuple[str, str], Traffic] = {}
         self._traffic_mark: dict[tuple[str, str], Traffic] = {}
+        self.last_step_moves: MoveCounts = {}
+        self._moves_mark: MoveCounts = {}
 
     # ---- forward
 
@@ -259,6 +262,8 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._after_update(optimizer, lr_kwargs)
         mark, self._traffic_mark = self._traffic_mark, self.comm.snapshot()
         self.last_step_traffic = step_traffic(mark, self._traffic_mark)
+        moved, self._moves_mark = self._moves_mark, moves_now(self)
+        self.last_step_moves = {key: value - moved.get(key, 0) for key, value in self._moves_mark.items()}
         self._timers.add("step", began)
         loss = sum(report[1] for report in optimizer.reports) / len(optimizer.reports) if had_loss else None
         self._record(loss)

@@ -49,6 +49,7 @@ class Unit:
         self.comm = comm
         self.dtype = dtype
         self.sharded = sharded and (comm.world > 1 or (tiers is not None and tiers.moves_params))
+        self.comes_from_afar = comm.world > 1 and tiers is not None and tiers.moves_params  # a gather waits for the shard first
         self.trainable = trainable
         self.index = index
         self.lo, self.hi = layout.interval(comm.rank)

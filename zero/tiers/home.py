@@ -40,7 +40,7 @@ class DiskHome:
         futures = []
         for at, count, base in self._pieces():
             buffer = self.staging.take()
-            self.drive.count("read", self.state, 1, count * self.dtype.itemsize)
+            self.drive.count("read", self.state, 1, round_up(count * self.dtype.itemsize))
             futures.append(self.drive.submit(partial(self._fetch, file, base, buffer, out[at : at + count], arrived)))
         return Transfer(futures)
 
@@ -53,7 +53,7 @@ class DiskHome:
             buffer = self.staging.take()
             part = values[at : at + count]
             buffer[: count * self.dtype.itemsize].view(self.dtype).copy_(part, non_blocking=True)
-            self.drive.count("written", self.state, 1, count * self.dtype.itemsize)
+            self.drive.count("written", self.state, 1, round_up(count * self.dtype.itemsize))
             ready = None if values.device.type == "cpu" else torch.accelerator.current_stream(values.device).record_event()
             futures.append(self.drive.submit(partial(self._put, file, base, buffer, round_up(count * self.dtype.itemsize), ready)))
         self._writing.append(Transfer(futures))
