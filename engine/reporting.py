@@ -10,7 +10,7 @@ import torch
 from ..ledger import Ledger, LedgerRow, OptimizerRecord, TrafficRow, UnitRecord, predict_states, predict_traffic
 from ..parallel.collectives import CONTROL, Traffic
 from ..zero.unit import Unit
-from .tier_reporting import move_rows, tier_rows
+from .tier_reporting import move_rows, tier_rows, working_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -53,6 +53,7 @@ def ledger_of(engine: Engine) -> Ledger:
         states=tuple(rows),
         traffic=tuple(_traffic_rows(engine, records)),
         moves=tuple(move_rows(engine, engine.last_step_moves)) if engine.sharded.tiers is not None else (),
+        working=working_of(engine) if engine.sharded.tiers is not None and placement.parameters.sharded else (),
     )
 
 

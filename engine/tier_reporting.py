@@ -10,9 +10,11 @@ import torch
 from ..ledger import LedgerRow, OptimizerRecord, UnitRecord, predict_states
 from ..ledger.records import MoveRow
 from ..ledger.states import optimizer_states
-from ..ledger.tiers import DriveUnit, predict_buffers, predict_drive, predict_moves
+from ..ledger.tiers import DriveUnit, UnitInUse, predict_buffers, predict_drive, predict_moves, predict_working
+from ..zero.backward import IN_FLIGHT
 from ..zero.tiers.options import CPU, DEVICE, NVME
 from ..zero.tiers.residence import is_stand_in
+from ..zero.tiers.space import sub_groups
 from ..zero.tiers.sub_groups import BySubGroups
 from ..zero.tiers.tiers import GRADIENTS, MASTER, PARAMETERS, Tiers
 from ..zero.unit import Unit
@@ -78,6 +80,20 @@ def move_rows(engine: Engine, counted: MoveCounts) -> list[MoveRow]:
     predicted = predict_moves(units, micro, micro if every_pass else 1)
     keys = sorted({*predicted, *(key for key, value in counted.items() if value)}, key=lambda key: (key[1], key[0]))
     return [MoveRow(*key, predicted.get(key, 0), counted.get(key, 0), counted.get(key, 0) / _rate(engine, key[0])) for key in keys]
+
+
+def working_of(engine: Engine) -> tuple[tuple[str, int], ...]:
+    """Return what a step of stage 3 has in memory beyond what rests there."""
+    used = []
+    for unit in engine.sharded.units:
+        itemsize = 0 if unit.gradients is None else unit.gradients.dtype.itemsize
+        largest = max((slot.numel for slot in unit.slots if unit.gradients is not None), default=0)
+        used.append(UnitInUse(unit.full_bytes, unit.layout.padded * itemsize, largest * unit.dtype.itemsize, unit.pinned))
+    tiles = [tile for unit in engine.sharded.units for tile in _tiers(engine).tiles_of(unit.index) if unit.trainable]
+    largest_group = max((group.numel for group in sub_groups(tiles, _tiers(engine).options.sub_group_numel)), default=0)
+    states = max((len(known[0]) for record in _records(engine) if (known := optimizer_states(record)) is not None), default=0)
+    ahead = 1 if engine.comm.world == 1 or not _tiers(engine).moves_params else 2
+    return predict_working(used, ahead=ahead, in_flight=IN_FLIGHT, created_bytes=states * largest_group * 4)
 
 
 def _rate(engine: Engine, direction: str) -> float:
@@ -170,7 +186,8 @@ def _rest_of_memory(engine: Engine, tiers: Tiers) -> list[LedgerRow]:
 
 
 def _records(engine: Engine) -> list[OptimizerRecord]:
-    assert engine.optimizer is not None
+    if engine.optimizer is None:
+        return []
     options = ("amsgrad", "momentum", "centered", "use_muon")
     return [
         OptimizerRecord(type(engine.optimizer.inner).__name__, tuple((name, group.get(name)) for name in options), (), 4)

@@ -22,11 +22,18 @@ class Ledger:
     traffic: tuple[TrafficRow, ...]
     notes: tuple[str, ...] = ()
     moves: tuple[MoveRow, ...] = ()
+    working: tuple[tuple[str, int], ...] = ()
 
     def tier_bytes(self, tier: str) -> tuple[int, int]:
         """Return (predicted, measured) bytes at rest on one tier."""
         rows = [row for row in self.states if row.tier == tier]
         return sum(row.predicted_bytes or 0 for row in rows), sum(row.measured_bytes for row in rows)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Bytes in memory at the highest point of a step: what rests there, and what is in use. Activations are not counted."""
+        resting = sum(row.predicted_bytes or 0 for row in self.states if row.tier != "nvme")
+        return resting + sum(num_bytes for _, num_bytes in self.working)
 
     @property
     def predicted_bytes(self) -> int:
@@ -48,6 +55,8 @@ class Ledger:
             "traffic": [asdict(row) for row in self.traffic],
             "predicted_bytes": self.predicted_bytes,
             "measured_bytes": self.measured_bytes,
+            "working": dict(self.working),
+            "predicted_peak_bytes": self.predicted_peak_bytes,
             "moves": [asdict(row) for row in self.moves],
             "notes": list(self.notes),
         }
@@ -94,6 +103,9 @@ def render(ledger: Ledger, width: int = 118) -> str:
     console = Console(file=text, width=width, force_terminal=False, color_system=None, legacy_windows=False)
     for part in parts:
         console.print(part)
+    if ledger.working:
+        terms = ", ".join(f"{num_bytes:,} {name}" for name, num_bytes in ledger.working)
+        text.write(f"- at the highest point of a step {ledger.predicted_peak_bytes:,} bytes are in memory, of which in use: {terms}\n")
     for note in [*(f"{row.state}: {row.note}" for row in ledger.states if row.note), *ledger.notes]:
         text.write(f"- {note}\n")
     return text.getvalue()

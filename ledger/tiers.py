@@ -105,3 +105,37 @@ def predict_buffers(units: Sequence[DriveUnit], limit: int, rooms: int) -> int:
             itemsize = unit.update_itemsize
             largest = max(largest, numel * itemsize)
     return largest * min(rooms, sub_groups)
+
+
+@dataclass(frozen=True)
+class UnitInUse:
+    """What a unit of stage 3 takes while it is in use: bytes of its full buffers, and of its largest parameter's gradient."""
+
+    full_bytes: int
+    grad_bytes: int
+    largest_grad_bytes: int
+    is_root: bool
+
+
+def predict_working(units: Sequence[UnitInUse], *, ahead: int, in_flight: int, created_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Return what is in memory beyond what rests there, at the highest point of a step, as named terms.
+
+    In a backward the root, the running unit and those gathered ahead are whole; a gradient buffer is filled while others wait
+    for their reduction; and autograd holds one parameter's gradient. In the first update an optimizer makes the states of a
+    sub-group before they find their buffer. The step needs the larger of the two.
+
+    Args:
+        ahead: units gathered or read before they are needed.
+        in_flight: gradient buffers that may wait for their reduction.
+        created_bytes: states that one sub-group's first update makes.
+    """
+    root = [unit for unit in units if unit.is_root]
+    others = [unit for unit in units if not unit.is_root] or root
+    count = 1 + ahead if others is not root else 0
+    whole = sum(unit.full_bytes for unit in root) + sum(sorted((unit.full_bytes for unit in others), reverse=True)[:count])
+    filling = sorted((unit.grad_bytes for unit in others), reverse=True)[: 1 + in_flight]
+    gradients = sum(unit.grad_bytes for unit in root if others is not root) + sum(filling)
+    landing = max((unit.largest_grad_bytes for unit in units), default=0)
+    if whole + gradients + landing < created_bytes:
+        return (("states of a sub-group as the optimizer makes them", created_bytes),)
+    return (("gathered units", whole), ("gradients of units in backward", gradients), ("one parameter's gradient", landing))

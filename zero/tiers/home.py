@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -121,8 +122,9 @@ class _Arrival:
     def copy(self, out: torch.Tensor, staged: torch.Tensor) -> None:
         """Return when `out` has been filled and `staged` may be used again."""
         if self._before is None:
-            # not torch: its kernels would start a team of threads for each thread of the drive
-            out.view(torch.uint8).numpy()[:] = staged.view(torch.uint8).numpy()
+            # neither torch, whose kernels would start a team of threads for each thread of the drive, nor numpy, which would
+            # make the storage one that cannot be resized
+            ctypes.memmove(out.data_ptr(), staged.data_ptr(), staged.nbytes)
             return
         stream = torch.Stream(self._device)
         stream.wait_event(self._before)
