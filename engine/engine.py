@@ -18,6 +18,7 @@ from ..zero.intact import check_kinds, check_trained, follow_writes
 from ..zero.model import ShardedModel
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.pick import tensors_in
+from ..zero.tiers.parking import Parking
 from .batches import cast_floating, to_device
 from .data import EngineLoader, RepeatingLoader
 from .getters import ConfigGetters
@@ -76,6 +77,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.losses: torch.Tensor | None = None
         self.sharded = model
+        self.parking = Parking(model.units, optimizer)
         self.progress = progress
         self.regions = regions
         self.saving = Saving(self.comm, config, progress)
@@ -105,6 +107,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the arguments are the module's."""
         self._check_alive()
+        self.refuse_parked("lp_params")
         began = self._timers.now()
         backward = self.sharded.backward
         if backward.active and not in_backward():
@@ -166,6 +169,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
             EngineError: the loss is not a scalar tensor with a graph.
         """
         self._check_alive()
+        self.refuse_parked("lp_params", "lp_grads", "contiguous_grad_buffer")
         self._check_loss(loss)
         began = self._timers.now()
         divisor = self.gradient_accumulation_steps() if scale_wrt_gas and self.config.managed_gradient_accumulation else 1
@@ -227,6 +231,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._check_alive()
         if self.optimizer is None:
             raise EngineError("this engine has no optimizer: pass optimizer= to initialize, or an 'optimizer' section in the config")
+        self.refuse_parked()
         backward = self.sharded.backward
         if backward.active:
             backward.abandon()
@@ -384,6 +389,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         """
         if self._destroyed:
             return
+        self.parking.bring_back()
         self.saving.close()
         self._keep_ledger()
         self.regions.remove()

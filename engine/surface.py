@@ -24,6 +24,7 @@ from .resuming import LoadOptions
 if TYPE_CHECKING:
     from ..zero.model import ShardedModel
     from ..zero.optimizer import ShardedOptimizer
+    from ..zero.tiers.parking import Parking
     from .loss_scale import LossScale
     from .progress import Progress
     from .regions import Regions
@@ -43,6 +44,7 @@ class EngineSurface:
     progress: Progress
     regions: Regions
     saving: Saving
+    parking: Parking
     _mesh: DeviceMesh | None
     _repeating: Any
     _step_applied: bool
@@ -139,6 +141,7 @@ class EngineSurface:
             CheckpointError: it cannot be written; on every rank. What fails later, beside training, is said at the next step.
         """
         self._check_alive()  # type: ignore[attr-defined]
+        self.refuse_parked()
         self.saving.save(
             self,  # type: ignore[arg-type]
             Path(save_dir),
@@ -189,6 +192,7 @@ class EngineSurface:
             CheckpointError: it is damaged, incomplete, or does not fit; on every rank.
         """
         self._check_alive()  # type: ignore[attr-defined]
+        self.refuse_parked()
         self._repeating = None  # train_batch() goes on where the loaded state says
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, rename, custom_load_fn)
         return resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
@@ -280,10 +284,41 @@ class EngineSurface:
         for unit in self.sharded.units:
             unit.release()
 
-    def offload_states(self, include: Any = None, **_: Any) -> None:
-        """Not there yet: comes with the host and NVMe tiers."""
-        raise EngineError("offload_states() comes with the offload tiers; nothing was moved")
+    def refuse_parked(self, *kinds: str) -> None:
+        """Let nobody use states that offload_states() has moved away: those of `kinds`, or any.
+
+        Raises:
+            EngineError: they are away.
+        """
+        away = self.parking.kinds
+        if away and (not kinds or away & set(kinds)):
+            self.sharded.units[0].refuse_parked()
+
+    def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
+        """Free the accelerator between two phases: move states to host memory until reload_states(), bit for bit.
+
+        What is away cannot be used: with "lp_params" nothing runs, with gradient buffers no backward, with anything no step.
+
+        Args:
+            include: members or names of OffloadStateTypeEnum: optim_states, hp_params, lp_params, lp_grads,
+                contiguous_grad_buffer; None: all of them. hp_params are separate master weights; in fp32 there are none.
+            device: only "cpu".
+            pin_memory: page-lock the host memory.
+            non_blocking: accepted; the memory is free when this returns.
+
+        Raises:
+            EngineError: a name or device is unknown, or a context holds parameters.
+        """
+        self._check_alive()  # type: ignore[attr-defined]
+        if str(getattr(device, "value", device)) != "cpu":
+            raise EngineError(f"offload_states(device={device!r}): states go to host memory; leave device out or write 'cpu'")
+        if self.sharded.backward.active:
+            self.sharded.backward.abandon()
+        self.saving.wait()  # a save in flight reads these states
+        moved = self.parking.park(include, pin_memory)
+        self.progress.say(f"offload_states: {moved:,} bytes moved to host memory: {', '.join(sorted(self.parking.kinds))}")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Not there yet: comes with the host and NVMe tiers."""
-        raise EngineError("reload_states() comes with the offload tiers; nothing was moved")
+        """Bring back what offload_states() moved; without effect when nothing is away."""
+        self._check_alive()  # type: ignore[attr-defined]
+        self.parking.bring_back()
