@@ -17,7 +17,7 @@ class ActivationCheckpointing(Section):
     )
     every: Int = key(1, "Recompute one unit in so many.", effect=HONOURED, ge=1)
     partition_activations: Bool = key(False, "Slice kept activations over the ranks that share a matrix.", effect=_CALLS)
-    cpu_checkpointing: Bool = key(False, "Keep activations in host memory.", effect=_CALLS, alters="placement")
+    cpu_checkpointing: Bool = key(False, "Keep the inputs of recomputed units in host memory.", effect=HONOURED)
     contiguous_memory_optimization: Bool = key(False, "Keep activations in one buffer.", effect=_CALLS)
     number_checkpoints: Int | None = key(None, "Number of kept activations, for that buffer.", effect=_CALLS, ge=1)
     synchronize_checkpoint_boundary: Bool = key(False, "Wait for the device at each boundary.", effect=_CALLS)

@@ -79,6 +79,7 @@ def _offload(draft: Draft) -> None:
         draft.note(
             (_ZERO, "sub_group_size"), "no_effect", "no effect here because nothing is offloaded: the optimizer steps all tensors at once"
         )
+    _host_activations(draft)
     ratio = draft.get(_ZERO, "offload_optimizer", "ratio")
     try:
         partial = as_float(ratio) < 1
@@ -86,6 +87,13 @@ def _offload(draft: Draft) -> None:
         return
     if partial and stage < 3:
         draft.refuse((_ZERO, "offload_optimizer", "ratio"), "a ratio below 1 needs stage 3")
+
+
+def _host_activations(draft: Draft) -> None:
+    section = "activation_checkpointing"
+    if draft.get(section, "cpu_checkpointing") is True and draft.get(section, "policy") in (MISSING, None, "none"):
+        text = "no effect here because activation_checkpointing.policy is none: only what the script checkpoints itself goes to the host"
+        draft.note((section, "cpu_checkpointing"), "no_effect", text)
 
 
 def _lower(value: Any) -> Any:

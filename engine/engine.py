@@ -20,6 +20,7 @@ from ..zero.intact import check_kinds, check_trained, follow_writes
 from ..zero.model import ShardedModel
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.pick import tensors_in
+from ..zero.tiers.parking import Parking
 from .batches import cast_floating, to_device
 from .costs import Costs
 from .data import EngineLoader, RepeatingLoader
@@ -34,6 +35,7 @@ from .regions import Regions
 from .reporting import step_traffic
 from .saving import Saving
 from .surface import EngineSurface
+from .tier_reporting import MoveCounts, moves_now
 
 _PLAIN_FP16 = (
     "loss.backward() under fp16 would leave the loss unscaled and its small gradients lost; "
@@ -81,6 +83,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.losses: torch.Tensor | None = None
         self.sharded = model
+        self.parking = Parking(model.units, optimizer)
         self.progress = progress
         self.regions = regions
         self.saving = Saving(self.comm, config, progress)
@@ -106,12 +109,15 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._mesh: DeviceMesh | None = None
         self.last_step_traffic: dict[tuple[str, str], Traffic] = {}
         self._traffic_mark: dict[tuple[str, str], Traffic] = {}
+        self.last_step_moves: MoveCounts = {}
+        self._moves_mark: MoveCounts = {}
 
     # ---- forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; the arguments are the module's."""
         self._check_alive()
+        self.refuse_parked("lp_params")
         began = self.timers.now()
         backward = self.sharded.backward
         if backward.active and not in_backward():
@@ -173,6 +179,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
             EngineError: the loss is not a scalar tensor with a graph.
         """
         self._check_alive()
+        self.refuse_parked("lp_params", "lp_grads", "contiguous_grad_buffer")
         self._check_loss(loss)
         began = self.timers.now()
         divisor = self.gradient_accumulation_steps() if scale_wrt_gas and self.config.managed_gradient_accumulation else 1
@@ -234,6 +241,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._check_alive()
         if self.optimizer is None:
             raise EngineError("this engine has no optimizer: pass optimizer= to initialize, or an 'optimizer' section in the config")
+        self.refuse_parked()
         backward = self.sharded.backward
         if backward.active:
             backward.abandon()
@@ -269,6 +277,8 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._after_update(optimizer, lr_kwargs)
         mark, self._traffic_mark = self._traffic_mark, self.dp.snapshot()
         self.last_step_traffic = step_traffic(mark, self._traffic_mark)
+        moved, self._moves_mark = self._moves_mark, moves_now(self)
+        self.last_step_moves = {key: value - moved.get(key, 0) for key, value in self._moves_mark.items()}
         self.timers.add("step", began)
         loss = sum(report[1] for report in optimizer.reports) / len(optimizer.reports) if had_loss else None
         record_step(self, loss)
@@ -362,6 +372,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         """
         if self._destroyed:
             return
+        self.parking.bring_back()
         self.saving.close()
         keep_ledger(self)
         self.regions.remove()

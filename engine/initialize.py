@@ -294,7 +294,8 @@ def _regions(sharded: ShardedModel, cfg: Config, compiled_with: Any) -> Regions:
     modules = [module for site, _ in sharded.sites[1:] for module in site.modules] or [sharded.module]
     regions = Regions(modules)
     regions.take_in_compiled()
-    regions.recompute(cfg.activation_checkpointing.policy, cfg.activation_checkpointing.every)
+    section = cfg.activation_checkpointing
+    regions.recompute(section.policy, section.every, section.cpu_checkpointing)
     if cfg.compile.enabled:
         options = {key: getattr(cfg.compile, key) for key in ("backend", "mode", "fullgraph", "dynamic")}
         regions.compile(**{key: value for key, value in options.items() if value not in (None, False)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import ConfigError
+from .host_activations import HostActivations
 
 _ATEN = torch.ops.aten
 # what selective recompute keeps: the results that cost most FLOPs per byte
@@ -40,15 +42,20 @@ class Regions:
         self._wrapped: dict[int, tuple[nn.Module, bool, Any]] = {}
         self._in_place: list[tuple[nn.Module, Any]] = []
         self.compiled = False
+        self.host: HostActivations | None = None
 
-    def recompute(self, policy: str, every: int) -> None:
-        """Recompute every `every`-th module in backward ("full"), or all but its matrix products ("selective")."""
+    def recompute(self, policy: str, every: int, in_host: bool = False) -> None:
+        """Recompute every `every`-th module in backward ("full"), or all but its matrix products ("selective").
+
+        With `in_host` their inputs wait in host memory; results that "selective" keeps stay on the device.
+        """
         if policy == "none":
             return
         context = partial(create_selective_checkpoint_contexts, _keep_costly) if policy == "selective" else None
+        self.host = HostActivations() if in_host else None
         for index, module in enumerate(self.modules):
             if index % every == 0:
-                self._wrap(module, partial(_recomputed, context))
+                self._wrap(module, partial(_recomputed, context, self.host))
 
     def compile(self, **options: Any) -> None:
         """Compile the forward of each module with torch.compile(**options); the arguments are torch's.
@@ -127,13 +134,14 @@ class _Wrapped:
         return MethodType(type(module).forward, module)
 
 
-def _recomputed(context: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(context: Any, host: HostActivations | None, forward: Callable[..., Any]) -> Callable[..., Any]:
     extra = {} if context is None else {"context_fn": context}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+        with nullcontext() if host is None else host.keeping():
+            return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
 
     return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..ledger import Ledger, LedgerRow, OptimizerRecord, RunningJob, TrafficRow, UnitRecord, predict_states, predict_traffic
 from ..parallel.collectives import CONTROL, Traffic
 from ..zero.unit import Unit
+from .tier_reporting import move_rows, tier_rows, working_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -37,12 +38,15 @@ def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
         "master weights": placement.optimizer,
         "optimizer states": placement.optimizer,
     }
-    rows = [
-        LedgerRow(
-            state, _dtypes(engine, state), str(cells[state]), cells[state].tier, predicted[state], measured[state], _note(engine, state)
-        )
-        for state in cells
-    ]
+    if engine.sharded.tiers is not None:
+        rows = tier_rows(engine, records, lambda state: (_dtypes(engine, state), str(cells[state])), _optimizer_records)
+    else:
+        rows = [
+            LedgerRow(
+                state, _dtypes(engine, state), str(cells[state]), cells[state].tier, predicted[state], measured[state], _note(engine, state)
+            )
+            for state in cells
+        ]
     buffers = list(engine.module.buffers())
     dtypes = ", ".join(sorted({_short(b.dtype) for b in buffers})) or "-"
     rows.append(LedgerRow("buffers", dtypes, "replicated", "device", sum(b.nbytes for b in buffers), _storage_bytes(buffers)))
@@ -54,6 +58,8 @@ def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
         traffic=tuple(_traffic_rows(engine, records)),
         step=None if engine.costs is None else engine.costs.figures(hardware),
         model=None if engine.costs is None else engine.costs.shape(),
+        moves=tuple(move_rows(engine, engine.last_step_moves)) if engine.sharded.tiers is not None else (),
+        working=working_of(engine) if engine.sharded.tiers is not None and placement.parameters.sharded else (),
     )
 
 
@@ -85,10 +91,11 @@ def _unit_record(unit: Unit, engine: Engine) -> UnitRecord:
     )
 
 
-def _optimizer_records(optimizer: Any) -> list[OptimizerRecord]:
+def _optimizer_records(optimizer: Any, among: Sequence[Any] | None = None) -> list[OptimizerRecord]:
+    """Return a record for each group, of all runs or of those in `among`."""
     records = []
-    for index, group in enumerate(optimizer.param_groups):
-        runs = [run for run in optimizer.runs if run.group == index]
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        runs = [run for run in (optimizer.runs if among is None else among) if run.group == index]
         records.append(
             OptimizerRecord(
                 name=type(optimizer.inner).__name__,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..ledger.trace import ParameterTrace
     from ..zero.model import ShardedModel
     from ..zero.optimizer import ShardedOptimizer
+    from ..zero.tiers.parking import Parking
     from .loss_scale import LossScale
     from .progress import Progress
     from .regions import Regions
@@ -46,6 +47,7 @@ class EngineSurface:
     regions: Regions
     saving: Saving
     last_checkpoint: Path | None
+    parking: Parking
     _mesh: DeviceMesh | None
     _repeating: Any
     _step_applied: bool
@@ -145,6 +147,7 @@ class EngineSurface:
         if self.comm.is_imagined:
             self.progress.say("a dry run saves nothing")
             return True
+        self.refuse_parked()
         record = self.saving.save(
             self,  # type: ignore[arg-type]
             Path(save_dir),
@@ -199,6 +202,7 @@ class EngineSurface:
         if self.comm.is_imagined:
             self.progress.say("a dry run loads nothing: tensors have no values here")
             return None, {}
+        self.refuse_parked()
         self._repeating = None  # train_batch() goes on where the loaded state says
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, rename, custom_load_fn)
         path, client_state = resuming.load(self, Path(load_dir), tag, options)  # type: ignore[arg-type]
@@ -320,10 +324,41 @@ class EngineSurface:
         for unit in self.sharded.units:
             unit.release()
 
-    def offload_states(self, include: Any = None, **_: Any) -> None:
-        """Not there yet: comes with the host and NVMe tiers."""
-        raise EngineError("offload_states() comes with the offload tiers; nothing was moved")
+    def refuse_parked(self, *kinds: str) -> None:
+        """Let nobody use states that offload_states() has moved away: those of `kinds`, or any.
+
+        Raises:
+            EngineError: they are away.
+        """
+        away = self.parking.kinds
+        if away and (not kinds or away & set(kinds)):
+            self.sharded.units[0].refuse_parked()
+
+    def offload_states(self, include: Any = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
+        """Free the accelerator between two phases: move states to host memory until reload_states(), bit for bit.
+
+        What is away cannot be used: with "lp_params" nothing runs, with gradient buffers no backward, with anything no step.
+
+        Args:
+            include: members or names of OffloadStateTypeEnum: optim_states, hp_params, lp_params, lp_grads,
+                contiguous_grad_buffer; None: all of them. hp_params are separate master weights; in fp32 there are none.
+            device: only "cpu".
+            pin_memory: page-lock the host memory.
+            non_blocking: accepted; the memory is free when this returns.
+
+        Raises:
+            EngineError: a name or device is unknown, or a context holds parameters.
+        """
+        self._check_alive()  # type: ignore[attr-defined]
+        if str(getattr(device, "value", device)) != "cpu":
+            raise EngineError(f"offload_states(device={device!r}): states go to host memory; leave device out or write 'cpu'")
+        if self.sharded.backward.active:
+            self.sharded.backward.abandon()
+        self.saving.wait()  # a save in flight reads these states
+        moved = self.parking.park(include, pin_memory)
+        self.progress.say(f"offload_states: {moved:,} bytes moved to host memory: {', '.join(sorted(self.parking.kinds))}")
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Not there yet: comes with the host and NVMe tiers."""
-        raise EngineError("reload_states() comes with the offload tiers; nothing was moved")
+        """Bring back what offload_states() moved; without effect when nothing is away."""
+        self._check_alive()  # type: ignore[attr-defined]
+        self.parking.bring_back()

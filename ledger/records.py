@@ -95,3 +95,17 @@ class RunningJob:
     tensors: Callable[[], dict[str, list[Any]]]
     ledger: Callable[[], Ledger]
     batch: Callable[[], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class MoveRow:
+    """What one step moved between a drive and memory for one state, predicted and counted, and what that cost.
+
+    `seconds` are the counted bytes at the rate measured over the whole run in this direction; 0 where nothing was measured.
+    """
+
+    direction: str
+    state: str
+    predicted_bytes: int
+    counted_bytes: int
+    seconds: float

@@ -318,11 +318,15 @@ class Gathering:
             unit.request(self._purpose)
         for unit in units:
             unit.gather()
-        budget = self._ahead_numel
-        for site in trace.visit(index):
-            if budget is None:
+        coming = trace.visit(index)
+        if self._ahead_numel is None:
+            for site in coming[:1]:
                 self._request(site)
-                return
+            for site in coming[1:2]:
+                self._preload(site)
+            return
+        budget = self._ahead_numel
+        for site in coming:
             budget -= sum(unit.layout.padded for unit in self._units[site])
             if budget < 0:
                 return
@@ -332,6 +336,13 @@ class Gathering:
         if site not in self._passed:
             for unit in self._units[site]:
                 unit.request(self._purpose)
+
+    def _preload(self, site: int) -> None:
+        """Bring shards from host memory or a drive one step before they are gathered, which waits for them."""
+        if site not in self._passed:
+            for unit in self._units[site]:
+                if unit.comes_from_afar:
+                    unit.preload()
 
     def _release(self, units: Sequence[Unit]) -> None:
         for unit in units:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,10 +156,20 @@ class Gradients:
     def put(self, values: torch.Tensor) -> None:
         """Let `values`, the reduced gradient of the interval, wait on the drive; only its norms stay."""
         assert self.home is not None
+        self.norms = self.measure(values, None)
+        self.home.store(values)
+
+    def measure(self, values: torch.Tensor, dtype: torch.dtype | None) -> list[torch.Tensor]:
+        """Return the L2 norms of those pieces of `values`, the gradient of the interval, that count for the global norm.
+
+        Computed in `dtype`, or in fp32 and wider for what is wider.
+        """
         low = self.interval[0]
         spans = [] if self.norm_spans is None else self.norm_spans()
-        self.norms = norms_of([values[a - low : b - low] for a, b in spans], None)
-        self.home.store(values)
+        if not spans:
+            return []
+        wide = self.dtype if self.dtype.itemsize > 4 else torch.float32
+        return list(torch._foreach_norm([values[a - low : b - low] for a, b in spans], 2, dtype or wide))
 
     def expose(self) -> None:
         """Show reduced gradients as `param.grad` where this rank holds them whole, in the parameter's dtype."""
@@ -223,11 +233,3 @@ class Gradients:
         if numel == self.unit.layout.padded and used < numel:
             buffer[used:].zero_()
         return buffer
-
-
-def norms_of(pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return the L2 norm of each piece, all of one dtype, computed in `dtype`, or in fp32 and wider for what is wider."""
-    if not pieces:
-        return []
-    wide = pieces[0].dtype if pieces[0].dtype.itemsize > 4 else torch.float32
-    return list(torch._foreach_norm(list(pieces), 2, dtype or wide))

@@ -6,6 +6,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ import torch
 from ..errors import EngineError, LayoutError
 from ..parallel.collectives import Collectives
 from .backward import BackwardPass
-from .gradients import norms_of
 from .runs import Run, build_runs, split_run
 from .tiers.sub_groups import BySubGroups
 from .tiers.tiers import Tiers
@@ -216,10 +216,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if gradients.home is not None and dtype is None:
                 norms = gradients.norms
             else:
-                low = gradients.interval[0]
-                with unit.at_hand():
-                    spans = gradients.norm_spans() if gradients.norm_spans is not None else []
-                    norms = norms_of([gradients.owned[a - low : b - low] for a, b in spans], dtype)  # type: ignore[index]
+                with nullcontext() if gradients.home is None else unit.at_hand():
+                    norms = gradients.measure(gradients.owned, dtype)  # type: ignore[arg-type]
             kinds.setdefault(gradients.dtype, []).extend(norms)
         return [norm for norms in kinds.values() for norm in norms]
 

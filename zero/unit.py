@@ -53,10 +53,12 @@ class Unit:
         self.comm = comm
         self.dtype = dtype
         self.sharded = sharded and (comm.world > 1 or (tiers is not None and tiers.moves_params))
+        self.comes_from_afar = comm.world > 1 and tiers is not None and tiers.moves_params  # a gather waits for the shard first
         self.trainable = trainable
         self.index = index
         self.lo, self.hi = layout.interval(comm.rank)
         self.pinned = False  # stays gathered from the start of a forward to the end of its backward
+        self.parked: frozenset[str] = frozenset()  # kinds of states that engine.offload_states() has moved away
         self.lost = False  # the engine was destroyed while only shards existed
         self.is_copy = False  # another stage has the same parameters and owns them: they are counted and saved there
         self.holds = 0  # contexts that need the values to stay
@@ -72,7 +74,7 @@ class Unit:
         self.life: deque[tuple[float, str, str]] = deque(maxlen=LIFE)  # moment on the host's clock, during what, what
         self._pending: Pending | None = None
         self._arriving: Pending | None = None  # the shard, on its way into `full`
-        self._nan = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=comm.device)
+        self.nan = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=comm.device)
         self.full = torch.zeros(layout.padded, dtype=dtype, device=comm.device) if full is None else full
         self.slots = [Slot(self, i, name, param) for i, (name, param) in enumerate(named_params)]
         self._adopt()
@@ -134,6 +136,8 @@ class Unit:
         """Start bringing this rank's own part into the full buffer from where it rests; no other rank is needed."""
         if self.gathered or self._pending is not None or self._arriving is not None:
             return
+        if "lp_params" in self.parked:
+            self.refuse_parked()
         self.full.untyped_storage().resize_(self.full_bytes)
         self._arriving = self._bring_own()
 
@@ -153,7 +157,17 @@ class Unit:
 
     def at_hand(self, *, write: bool = False) -> AbstractContextManager[None]:
         """A context in which shard, master weights, gradients and optimizer states are in memory; with `write` changes are kept."""
+        if self.parked:
+            self.refuse_parked()
         return nullcontext() if self.residence is None else self.residence.hold(write)
+
+    def refuse_parked(self) -> None:
+        """Say that the states are away.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(f"engine.offload_states() has moved {', '.join(sorted(self.parked))} away; call engine.reload_states() first")
 
     def gather(self, state: str = "reading") -> None:
         """Return when every parameter of the unit holds its values on this rank.
@@ -181,7 +195,7 @@ class Unit:
         if not self.gathered:
             return
         for slot in self.slots:
-            hide(slot, self._nan)
+            hide(slot, self.nan)
         if not self.full.untyped_storage().resizable():
             self._leave_buffer()
         self.full.untyped_storage().resize_(0)
@@ -241,6 +255,8 @@ class Unit:
 
     def on_access(self, slot: Slot) -> None:
         """Gather because values were touched while released, or say what to call instead."""
+        if "lp_params" in self.parked:
+            self.refuse_parked()
         if self.access_handler is not None:
             self.access_handler(self, slot)
             return
@@ -327,7 +343,7 @@ class Unit:
         for slot in self.slots:
             slot.param.grad = None
             if self.gathered:
-                hide(slot, self._nan)
+                hide(slot, self.nan)
         self.gathered = False
         self.lost = True
         self._drop()

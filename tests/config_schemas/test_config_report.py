@@ -83,7 +83,6 @@ def test_unsupported_tells_result_from_placement() -> None:
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         {"zero_optimization": {"stage": 2, "zenflow": {}}},
         {"hybrid_engine": {"enabled": True}},
-        {"activation_checkpointing": {"cpu_checkpointing": True}},
         {"data_types": {"buffer_dtype": "bf16"}},
     ],
 )

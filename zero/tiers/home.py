@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ class DiskHome:
         futures = []
         for at, count, base in self._pieces():
             buffer = self.staging.take()
-            self.drive.count("read", self.state, 1, count * self.dtype.itemsize)
+            self.drive.count("read", self.state, 1, round_up(count * self.dtype.itemsize))
             futures.append(self.drive.submit(partial(self._fetch, file, base, buffer, out[at : at + count], arrived)))
         return Transfer(futures)
 
@@ -53,7 +54,7 @@ class DiskHome:
             buffer = self.staging.take()
             part = values[at : at + count]
             buffer[: count * self.dtype.itemsize].view(self.dtype).copy_(part, non_blocking=True)
-            self.drive.count("written", self.state, 1, count * self.dtype.itemsize)
+            self.drive.count("written", self.state, 1, round_up(count * self.dtype.itemsize))
             ready = None if values.device.type == "cpu" else torch.accelerator.current_stream(values.device).record_event()
             futures.append(self.drive.submit(partial(self._put, file, base, buffer, round_up(count * self.dtype.itemsize), ready)))
         self._writing.append(Transfer(futures))
@@ -121,8 +122,9 @@ class _Arrival:
     def copy(self, out: torch.Tensor, staged: torch.Tensor) -> None:
         """Return when `out` has been filled and `staged` may be used again."""
         if self._before is None:
-            # not torch: its kernels would start a team of threads for each thread of the drive
-            out.view(torch.uint8).numpy()[:] = staged.view(torch.uint8).numpy()
+            # neither torch, whose kernels would start a team of threads for each thread of the drive, nor numpy, which would
+            # make the storage one that cannot be resized
+            ctypes.memmove(out.data_ptr(), staged.data_ptr(), staged.nbytes)
             return
         stream = torch.Stream(self._device)
         stream.wait_event(self._before)

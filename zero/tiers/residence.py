@@ -71,6 +71,11 @@ class Residence:
             self._states[key, dtype] = self.tiers.home(key, dtype, self.unit.index)
         return self._states[key, dtype]
 
+    @property
+    def state_dtypes(self) -> list[tuple[str, torch.dtype]]:
+        """Names and dtypes of the optimizer states that have a home."""
+        return list(self._states)
+
     def takes(self, run: Run, value: Any) -> bool:
         """Whether an optimizer state of a run rests on the drive: a tensor with an element for each of the run's."""
         return self.takes_states and isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == run.stop - run.start

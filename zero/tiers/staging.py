@@ -10,21 +10,22 @@ from .disk import aligned_buffer, round_up
 
 
 class Staging:
-    """Buffers of one size, made when first needed, at most `count` of them.
+    """`count` buffers of one size, made when the first is needed.
 
     Whoever takes one waits until one is free; the threads of the drive give them back, so nobody waits for himself.
     """
 
     def __init__(self, count: int, num_bytes: int, pinned: bool) -> None:
         self.count, self.num_bytes, self._pinned = count, round_up(num_bytes), pinned
-        self._made = 0
+        self._made = False
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 
     def take(self) -> torch.Tensor:
         """Return a free buffer, uint8 [num_bytes]."""
-        if self._made < self.count and self._free.empty():
-            self._made += 1
-            return aligned_buffer(self.num_bytes, self._pinned)
+        if not self._made:
+            self._made = True
+            for _ in range(self.count):
+                self._free.put(aligned_buffer(self.num_bytes, self._pinned))
         return self._free.get()
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -32,6 +33,11 @@ class Staging:
         self._free.put(buffer)
 
     @property
+    def most_bytes(self) -> int:
+        """Bytes of host memory, once buffers are in use."""
+        return self.count * self.num_bytes
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of host memory in use."""
-        return self._made * self.num_bytes
+        return self.most_bytes if self._made else 0

@@ -99,6 +99,11 @@ class BySubGroups:
         """Bytes of the buffers."""
         return sum(room.buffer.nbytes for room in self._rooms)
 
+    @property
+    def rooms(self) -> int:
+        """Sub-groups whose states are in memory at once."""
+        return len(self._rooms)
+
     def register_pre_hook(self, hook: Callable[..., Any]) -> Any:
         """Run before the first sub-group; gradients that are in memory are in place, states on a drive are not."""
         handle = RemovableHandle(self._before)

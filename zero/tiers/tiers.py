@@ -39,13 +39,14 @@ class Tiers:
         self.space = Space(max(options.sub_group_numel, 1))
         self._drives: dict[Path, Drive] = {}
         self._staging: Staging | None = None
+        self.param_tiers: dict[int, str] = {}  # by unit; whole ones are on the device
         self._params_in_host = 0
         self._device_side: set[int] = set()  # units whose optimizer states stay on the device: see `divide`
 
     # ---- which tier
 
-    def param_tier(self, numel: int) -> str:
-        """Return where a shard of `numel` elements rests; called once for each unit, in order."""
+    def _next_param_tier(self, numel: int) -> str:
+        """Return where a shard of `numel` elements rests; asked once for each unit, in order."""
         if self.options.params == NVME and self._params_in_host + numel <= self.options.max_params_in_host:
             self._params_in_host += numel
             return CPU
@@ -77,7 +78,7 @@ class Tiers:
 
     def keep_shard(self, unit: Unit, own: torch.Tensor) -> torch.Tensor:
         """Take a unit's own parameters to where they rest and return what is its shard from now on."""
-        tier = self.param_tier(own.numel())
+        tier = self.param_tiers[unit.index] = self._next_param_tier(own.numel())
         if tier == NVME:
             residence = self._residence_of(unit)
             residence.shard = self.home(PARAMETERS, unit.dtype, unit.index)
