@@ -13,6 +13,7 @@ from ..zero.optimizer import ShardedOptimizer
 from ..zero.runs import Run
 from ..zero.unit import Unit
 from .names import ModuleNames, plain
+from .parts import Part
 from .plan import Piece, own_pieces, state_key
 from .values import to_json
 
@@ -59,6 +60,7 @@ def collect(
     optimizer: ShardedOptimizer | None,
     names: ModuleNames,
     differing: Collection[str],
+    part: Part,
     *,
     trainable_only: bool,
 ) -> Collected:
@@ -68,14 +70,14 @@ def collect(
 
     Args:
         differing: buffers that are not the same on every rank; rank 0's are the ones that stand for all.
+        part: which part of the model is here.
 
     Raises:
         CheckpointError: an optimizer state is of a kind that cannot be stored; names parameter and state.
     """
-    comm = units[0].comm if units else None
-    rank, world = (0, 1) if comm is None else (comm.rank, comm.world)
-    found = Collected(rank)
-    saved = [unit for unit in units if unit.trainable or not trainable_only]
+    rank, world = part.comm.rank, part.comm.world
+    found = Collected(part.ranks[rank])
+    saved = [unit for unit in units if (unit.trainable or not trainable_only) and not unit.is_copy]
     for unit in saved:
         value, base = (unit.shard, unit.lo) if unit.master is None else (unit.master, unit.master_interval[0])
         own = value[unit.lo - base : unit.hi - base].detach()
@@ -87,6 +89,8 @@ def collect(
     if optimizer is not None:
         _collect_states(found, optimizer, {id(unit) for unit in saved})
     for number, (name, (owner, key)) in enumerate(names.buffers.items()):
+        if not part.owns(name):
+            continue
         if rank == (0 if name in differing else number % world):
             found.add_whole(name, owner._buffers[key].detach().clone())  # type: ignore[union-attr]
     return found

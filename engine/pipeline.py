@@ -6,13 +6,16 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.parts import Part
 from ..errors import EngineError
 from ..parallel.links import Links
 from ..pipe.executor import MicroBatch, Record
+from ..pipe.handover import gathered_on_first
 from ..pipe.post import Post
 from ..pipe.routes import messages
 from ..pipe.schedules import Schedule, schedule
 from ..pipe.ties import Ties
+from ..zero.access import state_on_first_rank
 from .batches import cast_floating, loss_of, to_device
 from .data import RepeatingLoader
 from .engine import Engine
@@ -135,6 +138,21 @@ class PipelineEngine(Engine):
         """Refused: see train_batch."""
         raise EngineError(_NO_SINGLE.format("step()"))
 
+    # ---- parts of the model for checkpoints
+
+    @property
+    def part(self) -> Part:
+        """Which part of the model this rank has, for checkpoints."""
+        copies = self.cut.grid.ranks[self.cut.stage]
+        stored = {id(param): name for tie in self.ties.ties for name, param in tie.params if tie.stages[0] != self.cut.stage}
+        foreign = tuple(f"{tie.name}." for tie in self.ties.ties if tie.params and tie.stages[0] != self.cut.stage)
+        return Part(self.dp, copies, stored, foreign, is_whole=self.cut.stages == 1)
+
+    def whole_state_on_first_rank(self, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+        """Return the weights and buffers of all stages in host memory of the first rank, an empty dict elsewhere."""
+        mine = state_on_first_rank(self.module, self.dp, exclude_frozen)
+        return gathered_on_first(self.comm, [row[0] for row in self.cut.grid.ranks], mine)
+
     # ---- one run of a schedule
 
     def _run(
@@ -162,7 +180,12 @@ class PipelineEngine(Engine):
         found: Any = None
         with agreement.guard(self._sever):
             found = run_stage(self, plan, post, micro_batches, trains=trains, outputs=outputs, compute_loss=compute_loss)
-        losses = agreement.end(found, count)
+        try:
+            losses = agreement.end(found, count)
+        except Exception as error:  # on all ranks alike, those too whose own stages came through
+            if not self._broken:
+                self._sever(f"{type(error).__name__}: {error}")
+            raise
         self.last_batch = found.record
         return losses, [found.outputs[number] for number in sorted(found.outputs)] if outputs else None
 
