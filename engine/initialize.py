@@ -88,6 +88,7 @@ def initialize(
     job = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
     cut = cut_model(model, cfg, optimizer, model_parameters, job)
     model = model if cut is None else cut.module
+    model_parameters = model_parameters if cut is None else cut.own_parameters(model_parameters)
     comm = job if cut is None else cut.copies_of_stage(job, run_dir / "trace" / f"rank_{rank}.copies.ring" if run_dir else None)
     ties = None if cut is None else Ties(cut.ties(), cut.grid.ranks, cut.stage, device)
     get_logger(cfg.log_level)

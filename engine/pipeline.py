@@ -146,6 +146,7 @@ class PipelineEngine(Engine):
         copies = self.cut.grid.ranks[self.cut.stage]
         stored = {id(param): name for tie in self.ties.ties for name, param in tie.params if tie.stages[0] != self.cut.stage}
         foreign = tuple(f"{tie.name}." for tie in self.ties.ties if tie.params and tie.stages[0] != self.cut.stage)
+        foreign += tuple(getattr(self.cut.parts, "foreign_buffers", ()))
         return Part(self.dp, copies, stored, foreign, is_whole=self.cut.stages == 1)
 
     def whole_state_on_first_rank(self, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ class Cut:
         self.module, self.parts, self.grid = module, parts, grid
         self.stages, self.chunks = grid.stages, chunks
         self.whole_batches = whole_batches
+        self.built_whole = False  # the script has the whole model, and an optimizer over all of it may come
         self.stage, self.copy = grid.at(dist.get_rank())
         self.chain = [row[self.copy] for row in grid.ranks]
         last = 0 if KINDS[schedule].vee else self.stages - 1
@@ -54,6 +55,19 @@ class Cut:
         """Return a rank's place in words."""
         stage, copy = self.grid.at(rank)
         return f"stage {stage}" if self.grid.copies == 1 else f"stage {stage}, copy {copy}"
+
+    def own_parameters(self, given: Any) -> Any:
+        """Return parameters or groups that a script gave, without those of other stages of a model that it built whole."""
+        if given is None or not self.built_whole or isinstance(given, torch.Tensor):
+            return given
+        here = {id(param) for param in self.module.parameters()}
+        kept = []
+        for item in given:
+            if isinstance(item, dict):
+                kept.append({**item, "params": [each for each in item["params"] if id(each[1] if isinstance(each, tuple) else each) in here]})
+            elif id(item[1] if isinstance(item, tuple) else item) in here:
+                kept.append(item)
+        return kept
 
     # ---- ranks
 
@@ -131,6 +145,7 @@ def cut_model(model: nn.Module, cfg: Config, optimizer: Any, model_parameters: A
         from .pipeline_auto import cut_automatically
 
         cut = cut_automatically(model, cfg, optimizer)
+        cut.built_whole = True
     else:
         return None
     _check(cut, cfg)

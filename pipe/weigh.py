@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ConfigError
-from .specs import name_of
+from .specs import meta_copy, name_of
 
 # weights and gradients in 16 bits, fp32 master weights and two fp32 states: what mixed-precision Adam keeps of a parameter
 STATE_BYTES = 2 + 2 + 4 + 8
@@ -45,7 +45,7 @@ def weigh(layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: A
         return plain
     inputs, found = _to_meta(sample), []
     for number, (layer, module, known) in enumerate(zip(layers, outlines, plain, strict=True)):
-        body = layer if module is None else module.to("meta") if _is_meta(module) else _meta_copy(module)
+        body = layer if module is None else meta_copy(module)
         try:
             inputs, flops, kept = _counted(layer, body, inputs, run)
         except Exception as error:
@@ -80,23 +80,6 @@ def _counted(layer: Any, body: Any, inputs: Any, run: Callable[..., Any] | None)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
         outputs = run(layer, body, inputs) if run is not None else body(inputs)
     return outputs, float(counter.get_total_flops()), sum(kept.values())
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(param.is_meta for param in module.parameters())
-
-
-def _meta_copy(module: nn.Module) -> nn.Module:
-    """Return a copy without memory: each tensor is replaced while it is copied."""
-    import copy
-
-    memo: dict[int, Any] = {id(tensor): _meta_like(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-    return copy.deepcopy(module, memo)
-
-
-def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _to_meta(tree: Any) -> Any:
