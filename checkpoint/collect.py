@@ -81,8 +81,8 @@ def collect(
     for unit in saved:
         value, base = (unit.shard, unit.lo) if unit.master is None else (unit.master, unit.master_interval[0])
         own = value[unit.lo - base : unit.hi - base].detach()
-        for part, piece in own_pieces(unit.layout, rank, "", own.element_size()):
-            found.add(piece._replace(key=plain(piece.key)), own[part.at : part.at + part.stop - part.start])
+        for span, piece in own_pieces(unit.layout, rank, "", own.element_size()):
+            found.add(piece._replace(key=plain(piece.key)), own[span.at : span.at + span.stop - span.start])
         if rank == 0:
             empty = [slot for slot in unit.slots if not slot.numel]
             found.described.update((plain(slot.name), (short(value.dtype), tuple(slot.shape))) for slot in empty)

@@ -322,13 +322,15 @@ def _write_run_dir(engine: Engine, run_dir: Path | None) -> None:
 
 def _say_summary(engine: Engine) -> None:
     units = engine.sharded.units
-    shared = f" of stage 0 of {engine.config.mesh.pp}" if engine.config.mesh.pp > 1 else ""
+    stages = engine.config.mesh.pp
+    shared = f" of stage 0 of {stages}" if stages > 1 else ""
+    ranks = f"{engine.comm.world} rank(s)"
     numel = sum(unit.layout.numel for unit in units)
     trainable = sum(unit.layout.numel for unit in units if unit.trainable)
     train, micro, steps = engine.get_batch_info()
     name = "no optimizer" if engine.optimizer is None else type(engine.optimizer.inner).__name__
     engine.progress.say(
-        f"ZeRO stage {engine.zero_optimization_stage()} on {engine.comm.world} rank(s) ({engine.device.type}): {numel:,} parameters{shared} "
+        f"ZeRO stage {engine.zero_optimization_stage()} on {ranks} ({engine.device.type}): {numel:,} parameters{shared} "
         f"({trainable:,} trainable) in {len(units)} units; {name}; batch {train} = {micro} x {steps} x {engine.dp.world}"
     )
     if engine.config.dump_state:

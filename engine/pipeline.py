@@ -250,8 +250,8 @@ class PipelineEngine(Engine):
         self._check_alive()
         if self._broken:
             raise EngineError(
-                f"this engine's stages are disconnected since a batch failed ({self._broken}); destroy() it, build the model anew and go on "
-                "from a checkpoint"
+                f"this engine's stages are disconnected since a batch failed ({self._broken}); destroy() it, build the model anew "
+                "and go on from a checkpoint"
             )
 
     # ---- DeepSpeed's names

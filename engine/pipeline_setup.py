@@ -64,7 +64,9 @@ class Cut:
         kept = []
         for item in given:
             if isinstance(item, dict):
-                kept.append({**item, "params": [each for each in item["params"] if id(each[1] if isinstance(each, tuple) else each) in here]})
+                kept.append(
+                    {**item, "params": [each for each in item["params"] if id(each[1] if isinstance(each, tuple) else each) in here]}
+                )
             elif id(item[1] if isinstance(item, tuple) else item) in here:
                 kept.append(item)
         return kept
@@ -139,8 +141,8 @@ def cut_model(model: nn.Module, cfg: Config, optimizer: Any, model_parameters: A
     elif section.stages > 1 or section.split is not None:
         if section.split is None:
             raise ConfigError(
-                f"the config asks for {section.stages} pipeline stages, and the model ({type(model).__name__}) is no list of layers: pass a "
-                "stateroom.pipe.PipelineModule, or set pipeline.split to auto (or to the path of its list of layers)"
+                f"the config asks for {section.stages} pipeline stages, and the model ({type(model).__name__}) is no list of layers: pass "
+                "a stateroom.pipe.PipelineModule, or set pipeline.split to auto (or to the path of its list of layers)"
             )
         from .pipeline_auto import cut_automatically
 
@@ -159,9 +161,10 @@ def _place(model: PipelineModule, cfg: Config, optimizer: Any, model_parameters:
     moved = model.place(section.schedule, section.chunks, method)
     if moved and (isinstance(optimizer, torch.optim.Optimizer) or model_parameters is not None):
         raise ConfigError(
-            f"pipeline.schedule {section.schedule} (chunks {section.chunks}, partition {section.partition}) places the layers otherwise than "
-            "PipelineModule did when it was built, and the optimizer or model_parameters hold the parameters of then. Give "
-            "PipelineModule(schedule=..., chunks=..., partition_method=...) what the config says, or pass the optimizer as a function of parameters"
+            f"pipeline.schedule {section.schedule} (chunks {section.chunks}, partition {section.partition}) places the layers "
+            "otherwise than PipelineModule did when it was built, and the optimizer or model_parameters hold the parameters of then. "
+            "Give PipelineModule(schedule=..., chunks=..., partition_method=...) what the config says, or pass the optimizer as a "
+            "function of parameters"
         )
     if moved:
         hand_over(job, model.grid.ranks, before, model.holders(), old, model.built_layers())
@@ -174,6 +177,6 @@ def _check(cut: Cut, cfg: Config) -> None:
     chunks_of(schedule, cfg.pipeline.chunks)
     if cfg.zero_optimization.stage == 3 and KINDS[schedule].split and cut.stages > 1:
         raise ConfigError(
-            f"zero_optimization.stage 3 with pipeline.schedule {schedule}: the gradients of weights are computed apart from those of inputs, "
-            "after the gathered weights have been released; use stage 2 or less, or gpipe, 1f1b or interleaved-1f1b"
+            f"zero_optimization.stage 3 with pipeline.schedule {schedule}: the gradients of weights are computed apart from those of "
+            "inputs, after the gathered weights have been released; use stage 2 or less, or gpipe, 1f1b or interleaved-1f1b"
         )

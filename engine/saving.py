@@ -21,7 +21,6 @@ from ..checkpoint.values import to_json
 from ..environment import read_launch
 from ..errors import EngineError
 from ..parallel import Collectives
-from ..zero.access import state_on_first_rank
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -75,7 +75,9 @@ class CutModel:
     loss_fn = None
     dynamic_shape = False
 
-    def __init__(self, model: nn.Module, trunk: Trunk, bounds: list[int], grid: Grid, stage: int, chunks: int, *, vee: bool, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, trunk: Trunk, bounds: list[int], grid: Grid, stage: int, chunks: int, *, vee: bool, device: torch.device
+    ) -> None:
         self.module, self.bounds = model, bounds
         self._stage, self._stages, self._chunks, self._vee = stage, grid.stages, chunks, vee
         self._path, self._count, self._device = trunk.path, len(trunk.layers), device
@@ -104,10 +106,8 @@ class CutModel:
             for key, param in module._parameters.items():
                 if param is None:
                     continue
-                if id(module) in layer_of:
-                    part = self._part_of(layer_of[id(module)])
-                else:
-                    part = 0 if outside_of[id(module)] else last
+                number = layer_of.get(id(module))
+                part = self._part_of(number) if number is not None else 0 if outside_of[id(module)] else last
                 users.setdefault(id(param), (f"{path}.{key}", {}, param))[1][self._home(part)] = None
         return [(name, tuple(stages), param) for name, stages, param in users.values() if len(stages) > 1]
 
@@ -166,7 +166,9 @@ class CutModel:
         """
         part = virtual_stage(self._stage, chunk, self._stages, vee=self._vee)
         start, stop = self.bounds[part], self.bounds[part + 1]
-        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs if isinstance(inputs, (list, tuple)) else (inputs,), {})
+        args, kwargs = (
+            ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs if isinstance(inputs, (list, tuple)) else (inputs,), {})
+        )
         run = self._now = _Run(start, stop, payload)
         result: Any = None
         try:
@@ -213,7 +215,9 @@ class CutModel:
             with torch.no_grad():
                 shapes, found = take_apart(body(*given, **named))
         except Exception as error:
-            raise EngineError(f"{where}, and its output's shape cannot be found without its weights: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"{where}, and its output's shape cannot be found without its weights: {type(error).__name__}: {error}"
+            ) from error
         return put_together(shapes, [torch.zeros(each.shape, dtype=each.dtype, device=self._device) for each in found])
 
 
@@ -259,7 +263,8 @@ def find_trunk(model: nn.Module, split: str) -> Trunk:
     if len(lists) != 1:
         said = f"{len(lists)} lists of layers ({', '.join(lists)})" if lists else "no nn.ModuleList of at least two layers with parameters"
         raise ConfigError(
-            f"pipeline.split auto: {type(model).__name__} has {said}; name one by its path, or write the model as a stateroom.pipe.PipelineModule"
+            f"pipeline.split auto: {type(model).__name__} has {said}; name one by its path, "
+            "or write the model as a stateroom.pipe.PipelineModule"
         )
     path, layers = next(iter(lists.items()))
     trunk = Trunk(path, layers)
@@ -285,8 +290,8 @@ def _look_around(model: nn.Module, path: str, trunk: Trunk) -> None:
         loose = [key for key, param in owner._parameters.items() if param is not None]
         if loose:
             raise ConfigError(
-                f"pipeline.split: parameter {walked + loose[0]!r} belongs to no module before or after {path}, so it is not known which stage "
-                "uses it; put it into a module of its own, or write the model as a stateroom.pipe.PipelineModule"
+                f"pipeline.split: parameter {walked + loose[0]!r} belongs to no module before or after {path}, so it is not known which "
+                "stage uses it; put it into a module of its own, or write the model as a stateroom.pipe.PipelineModule"
             )
         for name, child in list(owner.named_children()):
             if name == step:

@@ -71,7 +71,8 @@ def _times(text: str) -> tuple[float, float, float]:
 
 
 def _show(plan: Schedule, args: Any) -> None:
-    ran = plan.run(*(seconds / plan.chunks for seconds in args.times), transfer=args.transfer)
+    forward, backward, weight = (seconds / plan.chunks for seconds in args.times)
+    ran = plan.run(forward, backward, weight, args.transfer)
     if args.svg:
         Path(args.svg).write_text(as_svg(plan, ran))
     if not args.json:

@@ -95,6 +95,8 @@ class PipelineModule(nn.Module):
         self.layer_names = tuple(map(str, range(len(self.layer_specs)))) if names is None else tuple(names)
         self._sample = sample
         self._outlines: tuple[Any, ...] | None = None
+        self.bounds: list[int] = []
+        self.chunks, self.vee = 1, False
         self._calls: dict[int, Callable[[Any], Any]] = {}
         self.place(schedule, chunks, partition_method)
 
@@ -116,7 +118,7 @@ class PipelineModule(nn.Module):
                 f"use at most {max(len(self.layer_specs) // number, 1)} stages, or more layers"
             )
         bounds = self._cut(method, parts, schedule, vee)
-        if getattr(self, "bounds", None) == bounds and (self.chunks, self.vee) == (number, vee):
+        if self.bounds == bounds and (self.chunks, self.vee) == (number, vee):
             return False
         self.bounds, self.chunks, self.vee, self.partition_method = bounds, number, vee, method
         self._build()

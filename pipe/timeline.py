@@ -60,7 +60,9 @@ def as_svg(plan: Schedule, ran: Simulation, width: int = 960) -> str:
         for start, end, each in row:
             body.append(_bar(left + start * scale, y, (end - start) * scale, thick, each))
     bottom = top + plan.stages * (thick + gap)
-    return "\n".join([_open(width, bottom + 30), *body, *_legend(left, bottom + 16, {e.kind for row in plan.rows for e in row}), "</svg>", ""])
+    return "\n".join(
+        [_open(width, bottom + 30), *body, *_legend(left, bottom + 16, {e.kind for row in plan.rows for e in row}), "</svg>", ""]
+    )
 
 
 def _open(width: int, height: int) -> str:
@@ -73,7 +75,8 @@ def _open(width: int, height: int) -> str:
 def _bar(x: float, y: float, width: float, height: float, each: Instruction) -> str:
     title = f"{_NAMES[each.kind]} of micro-batch {each.microbatch}, chunk {each.chunk}"
     opacity = 1.0 if each.chunk == 0 else 0.6
-    shape = f'<rect x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{height}" fill="{_COLOURS[each.kind]}" fill-opacity="{opacity}">'
+    place = f'x="{x:.1f}" y="{y}" width="{max(width - 1, 0.5):.1f}" height="{height}"'
+    shape = f'<rect {place} fill="{_COLOURS[each.kind]}" fill-opacity="{opacity}">'
     label = ""
     if width > 14:
         label = f'<text x="{x + width / 2:.1f}" y="{y + 17}" font-size="11" text-anchor="middle" fill="#ffffff">{each.microbatch}</text>'

@@ -27,7 +27,9 @@ class Weight:
     activation_bytes: int
 
 
-def weigh(layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: Any = None, run: Callable[..., Any] | None = None) -> list[Weight]:
+def weigh(
+    layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: Any = None, run: Callable[..., Any] | None = None
+) -> list[Weight]:
     """Return the weights of layers.
 
     Args:

@@ -7,10 +7,9 @@ from collections import OrderedDict
 from typing import Any
 
 import pipe_jobs as jobs
+import stateroom
 import torch
 from torch import nn
-
-import stateroom
 
 
 class Layer(nn.Module):
@@ -80,10 +79,14 @@ def model(kind: str) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         return GPT2LMHeadModel(
-            GPT2Config(vocab_size=jobs.VOCABULARY, n_embd=16, n_layer=4, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-                       use_cache=False, bos_token_id=0, eos_token_id=0)
+            GPT2Config(vocab_size=jobs.VOCABULARY, n_embd=16, n_layer=4, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0,
+                       attn_pdrop=0, use_cache=False, bos_token_id=0, eos_token_id=0)
         )  # fmt: skip
-    parts: list[Any] = [nn.Embedding(jobs.VOCABULARY, jobs.WIDTH), *(jobs.Block() for _ in range(5)), nn.Linear(jobs.WIDTH, jobs.VOCABULARY)]
+    parts: list[Any] = [
+        nn.Embedding(jobs.VOCABULARY, jobs.WIDTH),
+        *(jobs.Block() for _ in range(5)),
+        nn.Linear(jobs.WIDTH, jobs.VOCABULARY),
+    ]
     if kind == "named":
         return nn.Sequential(OrderedDict((f"part_{number}", part) for number, part in enumerate(parts)))
     return nn.Sequential(*parts)
@@ -104,10 +107,7 @@ def plain(kind: str, data: Any) -> dict[str, Any]:
         micro = [shaped(kind, each) for copy_ in step for each in copy_]
         total = 0.0
         for batch in micro:
-            if isinstance(batch, dict):
-                loss = net(**batch).loss
-            else:
-                loss = jobs.loss_fn(net(batch[0]), batch[1])
+            loss = net(**batch).loss if isinstance(batch, dict) else jobs.loss_fn(net(batch[0]), batch[1])
             (loss / len(micro)).backward()
             total += float(loss.detach()) / len(micro)
         optimizer.step()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-from torch import nn
-
 import stateroom
+import torch
 from stateroom.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
 
 WIDTH, VOCABULARY = 8, 11
 
@@ -98,7 +97,9 @@ def config(count: int, stages: int = 2, **more: Any) -> dict[str, Any]:
     return {**base, "pipeline": pipeline, **more}
 
 
-def plain_run(specs: list[Any], data: list[list[list[Any]]], clip: float = 0.0, freeze: tuple[int, ...] = (), loss: Any = loss_fn) -> dict[str, Any]:
+def plain_run(
+    specs: list[Any], data: list[list[list[Any]]], clip: float = 0.0, freeze: tuple[int, ...] = (), loss: Any = loss_fn
+) -> dict[str, Any]:
     """Train the twin on the global batch; the oracle."""
     torch.manual_seed(0)
     net = Twin(specs)
@@ -140,7 +141,14 @@ def piped_run(
         held = max(held, engine.last_batch.held)
     weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     plan = engine._plan(engine.gradient_accumulation_steps(), True)
-    found = {"losses": losses, "norms": norms, "weights": weights, "held": held, "predicted": plan.activations()[engine.cut.stage], "stage": engine.cut.stage}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights,
+        "held": held,
+        "predicted": plan.activations()[engine.cut.stage],
+        "stage": engine.cut.stage,
+    }
     engine.destroy()
     return found
 

@@ -6,10 +6,9 @@ import auto_jobs
 import pipe_jobs as jobs
 import pytest
 import torch
-from torch import nn
-
 from stateroom.errors import ConfigError
 from stateroom.pipe.auto import find_trunk
+from torch import nn
 
 
 def config(count: int = 4, stages: int = 2, **pipeline):
