@@ -11,10 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ConfigError
+from ..ledger.memory.states import StateSizes
 from .specs import meta_copy, name_of
-
-# weights and gradients in 16 bits, fp32 master weights and two fp32 states: what mixed-precision Adam keeps of a parameter
-STATE_BYTES = 2 + 2 + 4 + 8
 
 
 @dataclass(frozen=True)
@@ -62,26 +60,28 @@ def weigh(
 def _from_shapes(module: nn.Module | None) -> Weight:
     if module is None:
         return Weight(0, 0.0, 0, 0)
+    sizes = StateSizes()
     count = sum(param.numel() for param in module.parameters())
     trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
     tables = {id(part.weight) for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))}
     matrices = sum(param.numel() for param in module.parameters() if param.dim() >= 2 and id(param) not in tables)
-    return Weight(count, 2.0 * matrices, STATE_BYTES * trained + 2 * (count - trained), 0)
+    return Weight(count, 2.0 * matrices, round(sizes.total * trained + sizes.param * (count - trained)), 0)
 
 
 def _counted(layer: Any, body: Any, inputs: Any, run: Callable[..., Any] | None) -> tuple[Any, float, int]:
-    kept: dict[int, int] = {}
-    own = {id(param) for param in body.parameters()} if isinstance(body, nn.Module) else set()
+    kept: dict[int, torch.Tensor] = {}  # by memory: several operations may keep one tensor, and views of weights are weights
+    own = {param.untyped_storage()._cdata for param in body.parameters()} if isinstance(body, nn.Module) else set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
-            kept[id(tensor)] = tensor.nbytes
+        memory = tensor.untyped_storage()._cdata
+        if memory not in own:
+            kept.setdefault(memory, tensor)
         return tensor
 
     counter = FlopCounterMode(display=False)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
         outputs = run(layer, body, inputs) if run is not None else body(inputs)
-    return outputs, float(counter.get_total_flops()), sum(kept.values())
+    return outputs, float(counter.get_total_flops()), sum(tensor.nbytes for tensor in kept.values())
 
 
 def _to_meta(tree: Any) -> Any:
