@@ -14,6 +14,7 @@ from ..zero.runs import Run
 from ..zero.tiers.home import Stored
 from ..zero.unit import Unit
 from .names import ModuleNames, plain
+from .parts import Part
 from .plan import Piece, own_pieces, state_key
 from .values import to_json
 
@@ -61,6 +62,7 @@ def collect(
     optimizer: ShardedOptimizer | None,
     names: ModuleNames,
     differing: Collection[str],
+    part: Part,
     *,
     trainable_only: bool,
 ) -> Collected:
@@ -70,24 +72,26 @@ def collect(
 
     Args:
         differing: buffers that are not the same on every rank; rank 0's are the ones that stand for all.
+        part: which part of the model is here.
 
     Raises:
         CheckpointError: an optimizer state is of a kind that cannot be stored; names parameter and state.
     """
-    comm = units[0].comm if units else None
-    rank, world = (0, 1) if comm is None else (comm.rank, comm.world)
-    found = Collected(rank)
-    saved = [unit for unit in units if unit.trainable or not trainable_only]
+    rank, world = part.comm.rank, part.comm.world
+    found = Collected(part.ranks[rank])
+    saved = [unit for unit in units if (unit.trainable or not trainable_only) and not unit.is_copy]
     for unit in saved:
         own = _own_weights(unit)
-        for part, piece in own_pieces(unit.layout, rank, "", own.element_size()):
-            found.add(piece._replace(key=plain(piece.key)), own[part.at : part.at + part.stop - part.start])
+        for span, piece in own_pieces(unit.layout, rank, "", own.element_size()):
+            found.add(piece._replace(key=plain(piece.key)), own[span.at : span.at + span.stop - span.start])
         if rank == 0:
             empty = [slot for slot in unit.slots if not slot.numel]
             found.described.update((plain(slot.name), (short(own.dtype), tuple(slot.shape))) for slot in empty)
     if optimizer is not None:
         _collect_states(found, optimizer, {id(unit) for unit in saved})
     for number, (name, (owner, key)) in enumerate(names.buffers.items()):
+        if not part.owns(name):
+            continue
         if rank == (0 if name in differing else number % world):
             found.add_whole(name, owner._buffers[key].detach().clone())  # type: ignore[union-attr]
     return found

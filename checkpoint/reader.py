@@ -152,14 +152,15 @@ class Reader:
     # ---- where things are
 
     @cached_property
-    def _places(self) -> dict[str, tuple[tuple[int, ...], int]]:
-        """Parameter -> (bounds of its unit, its own offset there)."""
+    def _places(self) -> dict[str, tuple[tuple[int, ...], int, Sequence[int]]]:
+        """Parameter -> (bounds of its unit, its own offset there, the ranks of the unit's intervals)."""
         found = {}
         shapes = self.manifest["parameters"]
         for unit in self.manifest["units"]:
-            bounds, offset = unpack_bounds(unit["bounds"], self.manifest["world"]), 0
+            ranks = unit.get("ranks") or range(self.manifest["world"])
+            bounds, offset = unpack_bounds(unit["bounds"], len(ranks)), 0
             for name in unit["names"]:
-                found[name] = (bounds, offset)
+                found[name] = (bounds, offset, ranks)
                 offset += torch.Size(shapes[name]["shape"]).numel()
         return found
 
@@ -168,8 +169,8 @@ class Reader:
         home = self.manifest["homes"].get(key)
         if home is not None:
             return [home]
-        bounds, offset = self._places[key if key in self._places else key.rpartition("::")[0]]
-        return range(bisect.bisect_right(bounds, start + offset) - 1, bisect.bisect_left(bounds, stop + offset))
+        bounds, offset, ranks = self._places[key if key in self._places else key.rpartition("::")[0]]
+        return ranks[bisect.bisect_right(bounds, start + offset) - 1 : bisect.bisect_left(bounds, stop + offset)]
 
     def index(self, rank: int) -> dict[str, list[Stored]]:
         """Return what `rank` wrote: key -> items in flat order.

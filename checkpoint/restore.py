@@ -20,6 +20,7 @@ from ..zero.unit import Unit
 from .matching import Matching, Rename, check, match
 from .names import plain
 from .native import NativeSource
+from .parts import Part
 from .reader import Request
 from .source import MASTER, WEIGHT, Source
 from .values import to_json
@@ -66,6 +67,8 @@ class Restorer:
     with_weights: bool = True
     with_optimizer: bool = True
     rename: Rename | None = None
+    part: Part | None = None
+    elsewhere: frozenset[str] = frozenset()  # names in the checkpoint that other parts of the model load
     remarks: list[str] = field(default_factory=list)
     _matching: Matching = field(default_factory=Matching)
 
@@ -78,9 +81,10 @@ class Restorer:
         left_out: Sequence[str] = ()
         if isinstance(self.source, NativeSource):
             left_out = self.source.manifest["excluded"]
-            comm = self.units[0].comm if self.units else None
+            comm = self.part.comm if self.part is not None else self.units[0].comm if self.units else None
             self.source.check_small_files(*((0, 1) if comm is None else (comm.rank, comm.world)))
         self._matching = match(self.module, self.units, self.source, self.rename, left_out)
+        self._matching.unexpected = [name for name in self._matching.unexpected if name not in self.elsewhere]
         check(self._matching, self.source, self.strict)
         self.remarks += self._matching.remarks
         if self._loads_states():
@@ -169,7 +173,7 @@ class Restorer:
         """Return the values of buffers that were not the same on every rank, for this one, where it existed then."""
         if not isinstance(self.source, NativeSource) or not self.units:
             return {}
-        rank = self.units[0].comm.rank
+        rank = self.units[0].comm.rank if self.part is None else self.part.ranks[self.part.comm.rank]
         return self.source.own(rank)["buffers"] if rank < self.source.manifest["world"] else {}
 
     # ---- optimizer states

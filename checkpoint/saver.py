@@ -32,6 +32,7 @@ from .image import Image, ImageWriter
 from .job import SaveJob, SaveRecord, image_of
 from .manifest import FORMAT, dump_json, pack_bounds
 from .names import ModuleNames, names_of, plain
+from .parts import Part, joined
 
 PATIENCE_S = 3600.0  # a rank that writes for longer without a word is taken for lost
 
@@ -44,6 +45,7 @@ class Contents:
         units, optimizer, module: the states and where they live.
         training: returns schedule, loss scale, counters, data position, config: the same on every rank, in JSON form.
         own: this rank's random number generators and client state.
+        part: which part of the model the units are.
         trainable_only: leave frozen parameters out.
     """
 
@@ -52,6 +54,7 @@ class Contents:
     optimizer: ShardedOptimizer | None
     training: Callable[[], Mapping[str, Any]]
     own: dict[str, Any]
+    part: Part
     trainable_only: bool = False
 
 
@@ -165,8 +168,10 @@ class Saver:
                 self._say(f"save_checkpoint: waiting for the save of {self._job.tag!r} that is in flight")
             self.wait()
         names = names_of(contents.module)
-        prepared = self._prepare(tag, contents, names, self._differing(names), save_latest)
+        prepared = self._prepare(tag, contents, names, self._differing(names, contents.part.comm), save_latest)
         tag = self._agree(folder, tag, prepared, on_other_tags)
+        if not contents.part.is_whole:
+            prepared.facts = joined(self._comm.gather_objects(prepared.facts if contents.part.comm.rank == 0 else None))
         if self._board is not None:
             self._board.clear()  # here every rank has read the outcome of the save before
         job = self._job_of(folder, tag, prepared)
@@ -190,7 +195,9 @@ class Saver:
         try:
             check_tag(tag)
             follow_writes(contents.units)
-            prepared.collected = collect(contents.units, contents.optimizer, names, differing, trainable_only=contents.trainable_only)
+            prepared.collected = collect(
+                contents.units, contents.optimizer, names, differing, contents.part, trainable_only=contents.trainable_only
+            )
             prepared.image = image_of(prepared.collected)
             own = {**contents.own, "extra_state": {name: module.get_extra_state() for name, module in names.extra.items()}}
             own["buffers"] = {name: _buffer(names, name).detach().cpu() for name in differing}
@@ -201,12 +208,12 @@ class Saver:
             prepared.error = str(error)
         return prepared
 
-    def _differing(self, names: ModuleNames) -> list[str]:
+    def _differing(self, names: ModuleNames, comm: Collectives) -> list[str]:
         """Return the buffers that are not the same on every rank; each rank keeps its own beside rank 0's."""
-        if self._comm.world == 1 or not names.buffers:
+        if comm.world == 1 or not names.buffers:
             return []
         sums = [zlib.crc32(_bytes_of(_buffer(names, name))) for name in names.buffers]
-        rows = self._comm.gather_rows(torch.tensor(sums, dtype=torch.int64, device=self._comm.device))
+        rows = comm.gather_rows(torch.tensor(sums, dtype=torch.int64, device=comm.device))
         return [name for name, column in zip(names.buffers, rows.T.tolist(), strict=True) if len(set(column)) > 1]
 
     def _agree(self, folder: Path, tag: str, prepared: _Prepared, on_other_tags: str) -> str:
@@ -271,12 +278,14 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _facts(contents: Contents, names: ModuleNames, comm: Collectives, save_latest: bool) -> dict[str, Any]:
     """Return what the manifest says beside what ranks report."""
-    units = [unit for unit in contents.units if unit.trainable or not contents.trainable_only]
-    left_out = [plain(slot.name) for unit in contents.units if unit not in units for slot in unit.slots]
+    own = [unit for unit in contents.units if not unit.is_copy]
+    units = [unit for unit in own if unit.trainable or not contents.trainable_only]
+    left_out = [plain(slot.name) for unit in own if unit not in units for slot in unit.slots]
     placed = {id(slot.param): (unit, slot) for unit in contents.units for slot in unit.slots}
     parameters = {
         plain(slot.name): {"shape": list(slot.shape), "dtype": short(unit.dtype), "trainable": unit.trainable}
         for unit, slot in (placed[key] for key in names.parameters if key in placed)
+        if not unit.is_copy
     }
     return {
         "format": FORMAT,
@@ -286,22 +295,27 @@ def _facts(contents: Contents, names: ModuleNames, comm: Collectives, save_lates
         "world": comm.world,
         "save_latest": save_latest,
         "units": [
-            {"name": unit.name, "names": [plain(slot.name) for slot in unit.slots], "bounds": pack_bounds(unit.layout.bounds)}
+            {
+                "name": unit.name,
+                "names": [plain(slot.name) for slot in unit.slots],
+                "bounds": pack_bounds(unit.layout.bounds),
+                **({} if contents.part.is_whole else {"ranks": list(contents.part.ranks)}),
+            }
             for unit in units
         ],
         "parameters": parameters,
         "excluded": left_out,
-        "buffers": list(names.buffers),
-        "aliases": {**names.aliases, **_parameter_aliases(contents.units, names)},
+        "buffers": [name for name in names.buffers if contents.part.owns(name)],
+        "aliases": {**names.aliases, **_parameter_aliases(contents.units, names, contents.part.stored_names)},
         **contents.training(),
     }
 
 
-def _parameter_aliases(units: Sequence[Unit], names: ModuleNames) -> dict[str, str]:
+def _parameter_aliases(units: Sequence[Unit], names: ModuleNames, stored_names: Mapping[int, str]) -> dict[str, str]:
     """Return further name -> stored name of tied parameters."""
     found: dict[str, str] = {}
     for unit in units:
         for slot in unit.slots:
-            stored = plain(slot.name)
+            stored = stored_names.get(id(slot.param), plain(slot.name))
             found.update((name, stored) for name in names.parameters.get(id(slot.param), ()) if name != stored)
     return found

@@ -149,6 +149,10 @@ def _stages(draft: Draft, _: Facts) -> _Choice | None:
         return _Choice(1, "mesh.pp")
 
 
+def _split(_: Draft, __: Facts) -> _Choice | None:
+    return _Choice("auto", "along the model's one list of layers")
+
+
 _SPECIAL: dict[Path, Callable[[Draft, Facts], _Choice | None]] = {
     ("fp16", "enabled"): _precision("fp16", other="bf16"),
     ("bf16", "enabled"): _precision("bf16", other="fp16"),
@@ -157,6 +161,7 @@ _SPECIAL: dict[Path, Callable[[Draft, Facts], _Choice | None]] = {
     ("scheduler", "params", "total_num_steps"): _total,
     ("scheduler", "params", "warmup_num_steps"): _warmup,
     ("pipeline", "stages"): _stages,
+    ("pipeline", "split"): _split,
     ("zero_optimization", "reduce_bucket_size"): _from_hidden(lambda hidden: hidden * hidden, "hidden^2"),
     ("zero_optimization", "stage3_prefetch_bucket_size"): _from_hidden(lambda hidden: int(0.9 * hidden * hidden), "0.9 hidden^2"),
     ("zero_optimization", "stage3_param_persistence_threshold"): _from_hidden(lambda hidden: 10 * hidden, "10 hidden"),

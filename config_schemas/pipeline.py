@@ -14,7 +14,9 @@ _ONE_WAY = no_effect("no ranks share a matrix, so payloads travel whole")
 def _partition(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_int(item) for item in value]
-    if isinstance(value, str) and (value.lower() in ("best", "parameters", "uniform", "memory", "flops") or value.lower().startswith("type:")):
+    if isinstance(value, str) and (
+        value.lower() in ("best", "parameters", "uniform", "memory", "flops") or value.lower().startswith("type:")
+    ):
         return value
     raise ValueError("expected best, parameters, uniform, memory, flops, type:PATTERN, or a list of sizes or bounds")
 
@@ -23,9 +25,9 @@ class Pipeline(Section):
     """How a model is cut into stages and run."""
 
     stages: Int = key(1, "Number of stages; auto means mesh.pp.", effect=HONOURED, ge=1)
-    schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev", "inference"], Lower
-    ] = key("1f1b", "Order of forwards and backwards on each stage; `stateroom pipe show` draws it.", effect=HONOURED)
+    schedule: Annotated[Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev", "inference"], Lower] = key(
+        "1f1b", "Order of forwards and backwards on each stage; `stateroom pipe show` draws it.", effect=HONOURED
+    )
     chunks: Int = key(1, "Chunks of layers on each stage, for interleaved-1f1b (at least 2 there).", effect=HONOURED, ge=1)
     partition: Annotated[Any, BeforeValidator(_partition)] = key(
         "best",

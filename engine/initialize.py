@@ -92,6 +92,7 @@ def initialize(
     job = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
     cut = cut_model(model, cfg, optimizer, model_parameters, job)
     model = model if cut is None else cut.module
+    model_parameters = model_parameters if cut is None else cut.own_parameters(model_parameters)
     comm = job if cut is None else cut.copies_of_stage(job, run_dir / "trace" / f"rank_{rank}.copies.ring" if run_dir else None)
     ties = None if cut is None else Ties(cut.ties(), cut.grid.ranks, cut.stage, device)
     get_logger(cfg.log_level)
@@ -340,13 +341,15 @@ def _write_run_dir(engine: Engine, run_dir: Path | None) -> None:
 
 def _say_summary(engine: Engine) -> None:
     units = engine.sharded.units
-    shared = f" of stage 0 of {engine.config.mesh.pp}" if engine.config.mesh.pp > 1 else ""
+    stages = engine.config.mesh.pp
+    shared = f" of stage 0 of {stages}" if stages > 1 else ""
+    ranks = f"{engine.comm.world} rank(s)"
     numel = sum(unit.layout.numel for unit in units)
     trainable = sum(unit.layout.numel for unit in units if unit.trainable)
     train, micro, steps = engine.get_batch_info()
     name = "no optimizer" if engine.optimizer is None else type(engine.optimizer.inner).__name__
     engine.progress.say(
-        f"ZeRO stage {engine.zero_optimization_stage()} on {engine.comm.world} rank(s) ({engine.device.type}): {numel:,} parameters{shared} "
+        f"ZeRO stage {engine.zero_optimization_stage()} on {ranks} ({engine.device.type}): {numel:,} parameters{shared} "
         f"({trainable:,} trainable) in {len(units)} units; {name}; batch {train} = {micro} x {steps} x {engine.dp.world}"
     )
     if engine.config.dump_state:

@@ -6,19 +6,23 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.parts import Part
 from ..errors import EngineError
 from ..parallel.links import Links
 from ..pipe.executor import MicroBatch, Record
+from ..pipe.handover import gathered_on_first
 from ..pipe.post import Post
 from ..pipe.routes import messages
 from ..pipe.schedules import Schedule, schedule
 from ..pipe.ties import Ties
+from ..zero.access import state_on_first_rank
 from .batches import cast_floating, loss_of, to_device
 from .data import RepeatingLoader
 from .engine import Engine
 from .pipeline_batches import Agreement, batch_kinds, pull, split_batch
 from .pipeline_setup import Cut
 from .pipeline_stage import run_stage
+from .recording import count_tokens
 
 _NO_SINGLE = (
     "a pipelined model has no {} of its own: its stages work on several micro-batches at once. Call engine.train_batch(data_iter), "
@@ -70,10 +74,10 @@ class PipelineEngine(Engine):
             raise EngineError("pipeline.schedule is inference, which has no backward: choose another one to train, 1f1b for example")
         self.train()
         self._thaw()
-        began = self._timers.now()
+        began = self.timers.now()
         count = self.gradient_accumulation_steps()
         losses, _ = self._run(self._source(data_iter), count, trains=True)
-        self._timers.add("schedule", began)
+        self.timers.add("schedule", began)
         loss = losses.mean()
         self._window_loss, self._window_count = loss.float().to(self.device), 1
         self.losses = self._window_loss
@@ -135,6 +139,22 @@ class PipelineEngine(Engine):
         """Refused: see train_batch."""
         raise EngineError(_NO_SINGLE.format("step()"))
 
+    # ---- parts of the model for checkpoints
+
+    @property
+    def part(self) -> Part:
+        """Which part of the model this rank has, for checkpoints."""
+        copies = self.cut.grid.ranks[self.cut.stage]
+        stored = {id(param): name for tie in self.ties.ties for name, param in tie.params if tie.stages[0] != self.cut.stage}
+        foreign = tuple(f"{tie.name}." for tie in self.ties.ties if tie.params and tie.stages[0] != self.cut.stage)
+        foreign += tuple(getattr(self.cut.parts, "foreign_buffers", ()))
+        return Part(self.dp, copies, stored, foreign, is_whole=self.cut.stages == 1)
+
+    def whole_state_on_first_rank(self, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+        """Return the weights and buffers of all stages in host memory of the first rank, an empty dict elsewhere."""
+        mine = state_on_first_rank(self.module, self.dp, exclude_frozen)
+        return gathered_on_first(self.comm, [row[0] for row in self.cut.grid.ranks], mine)
+
     # ---- one run of a schedule
 
     def _run(
@@ -162,7 +182,12 @@ class PipelineEngine(Engine):
         found: Any = None
         with agreement.guard(self._sever):
             found = run_stage(self, plan, post, micro_batches, trains=trains, outputs=outputs, compute_loss=compute_loss)
-        losses = agreement.end(found, count)
+        try:
+            losses = agreement.end(found, count)
+        except Exception as error:  # on all ranks alike, those too whose own stages came through
+            if not self._broken:
+                self._sever(f"{type(error).__name__}: {error}")
+            raise
         self.last_batch = found.record
         return losses, [found.outputs[number] for number in sorted(found.outputs)] if outputs else None
 
@@ -186,7 +211,7 @@ class PipelineEngine(Engine):
                 inputs = cast_floating(inputs, torch.float16)
             found.append(MicroBatch(inputs, to_device(labels, self.device) if cut.takes_labels else None))
             if cut.stage == 0 and self.training:
-                self._count_tokens((inputs,), {})
+                count_tokens(self, (inputs,), {})
         return found, batch_kinds(found) if cut.takes_inputs else []
 
     def _settle_kinds(self, kinds: list[Any]) -> None:
@@ -226,8 +251,8 @@ class PipelineEngine(Engine):
         self._check_alive()
         if self._broken:
             raise EngineError(
-                f"this engine's stages are disconnected since a batch failed ({self._broken}); destroy() it, build the model anew and go on "
-                "from a checkpoint"
+                f"this engine's stages are disconnected since a batch failed ({self._broken}); destroy() it, build the model anew "
+                "and go on from a checkpoint"
             )
 
     # ---- DeepSpeed's names

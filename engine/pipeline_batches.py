@@ -94,7 +94,9 @@ class Agreement:
             StopIteration: every rank that takes batches was at its end.
             EngineError: some rank could not take its batches; on every rank.
         """
-        status, had, batches, kinds = _FINE, count, [], []
+        status, had = _FINE, count
+        batches: list[MicroBatch] = []
+        kinds: list[int] = []
         try:
             batches, kinds = take()
         except EndedError as error:
@@ -163,7 +165,9 @@ class Agreement:
         try:
             return self._comm.gather_rows(row)
         except RankError as error:
-            raise RankError(f"a rank of this job ended, or runs something else than this batch, so that the stages cannot go on: {error}") from error
+            raise RankError(
+                f"a rank of this job ended, or runs something else than this batch, so that the stages cannot go on: {error}"
+            ) from error
 
     def _raise_first(self, told: list[tuple[str, bool]]) -> None:
         """Raise the first cause: on its own rank as it is, elsewhere by name."""

@@ -33,6 +33,7 @@ class Cut:
         self.module, self.parts, self.grid = module, parts, grid
         self.stages, self.chunks = grid.stages, chunks
         self.whole_batches = whole_batches
+        self.built_whole = False  # the script has the whole model, and an optimizer over all of it may come
         self.stage, self.copy = grid.at(dist.get_rank())
         self.chain = [row[self.copy] for row in grid.ranks]
         last = 0 if KINDS[schedule].vee else self.stages - 1
@@ -54,6 +55,21 @@ class Cut:
         """Return a rank's place in words."""
         stage, copy = self.grid.at(rank)
         return f"stage {stage}" if self.grid.copies == 1 else f"stage {stage}, copy {copy}"
+
+    def own_parameters(self, given: Any) -> Any:
+        """Return parameters or groups that a script gave, without those of other stages of a model that it built whole."""
+        if given is None or not self.built_whole or isinstance(given, torch.Tensor):
+            return given
+        here = {id(param) for param in self.module.parameters()}
+        kept = []
+        for item in given:
+            if isinstance(item, dict):
+                kept.append(
+                    {**item, "params": [each for each in item["params"] if id(each[1] if isinstance(each, tuple) else each) in here]}
+                )
+            elif id(item[1] if isinstance(item, tuple) else item) in here:
+                kept.append(item)
+        return kept
 
     # ---- ranks
 
@@ -125,12 +141,13 @@ def cut_model(model: nn.Module, cfg: Config, optimizer: Any, model_parameters: A
     elif section.stages > 1 or section.split is not None:
         if section.split is None:
             raise ConfigError(
-                f"the config asks for {section.stages} pipeline stages, and the model ({type(model).__name__}) is no list of layers: pass a "
-                "stateroom.pipe.PipelineModule, or set pipeline.split to auto (or to the path of its list of layers)"
+                f"the config asks for {section.stages} pipeline stages, and the model ({type(model).__name__}) is no list of layers: pass "
+                "a stateroom.pipe.PipelineModule, or set pipeline.split to auto (or to the path of its list of layers)"
             )
         from .pipeline_auto import cut_automatically
 
         cut = cut_automatically(model, cfg, optimizer)
+        cut.built_whole = True
     else:
         return None
     _check(cut, cfg)
@@ -144,9 +161,10 @@ def _place(model: PipelineModule, cfg: Config, optimizer: Any, model_parameters:
     moved = model.place(section.schedule, section.chunks, method)
     if moved and (isinstance(optimizer, torch.optim.Optimizer) or model_parameters is not None):
         raise ConfigError(
-            f"pipeline.schedule {section.schedule} (chunks {section.chunks}, partition {section.partition}) places the layers otherwise than "
-            "PipelineModule did when it was built, and the optimizer or model_parameters hold the parameters of then. Give "
-            "PipelineModule(schedule=..., chunks=..., partition_method=...) what the config says, or pass the optimizer as a function of parameters"
+            f"pipeline.schedule {section.schedule} (chunks {section.chunks}, partition {section.partition}) places the layers "
+            "otherwise than PipelineModule did when it was built, and the optimizer or model_parameters hold the parameters of then. "
+            "Give PipelineModule(schedule=..., chunks=..., partition_method=...) what the config says, or pass the optimizer as a "
+            "function of parameters"
         )
     if moved:
         hand_over(job, model.grid.ranks, before, model.holders(), old, model.built_layers())
@@ -159,6 +177,6 @@ def _check(cut: Cut, cfg: Config) -> None:
     chunks_of(schedule, cfg.pipeline.chunks)
     if cfg.zero_optimization.stage == 3 and KINDS[schedule].split and cut.stages > 1:
         raise ConfigError(
-            f"zero_optimization.stage 3 with pipeline.schedule {schedule}: the gradients of weights are computed apart from those of inputs, "
-            "after the gathered weights have been released; use stage 2 or less, or gpipe, 1f1b or interleaved-1f1b"
+            f"zero_optimization.stage 3 with pipeline.schedule {schedule}: the gradients of weights are computed apart from those of "
+            "inputs, after the gathered weights have been released; use stage 2 or less, or gpipe, 1f1b or interleaved-1f1b"
         )

@@ -46,7 +46,9 @@ def run_stage(
     except Exception as error:
         now = executor.now
         if now is not None:
-            error.add_note(f"(stage {engine.cut.stage}, {now.kind} of micro-batch {now.microbatch}, schedule {plan.name})")
+            note = getattr(error, "add_note", None)  # Python 3.11 on
+            if note is not None:
+                note(f"(stage {engine.cut.stage}, {now.kind} of micro-batch {now.microbatch}, schedule {plan.name})")
         raise
     return Outcome(record, executor.outputs)
 

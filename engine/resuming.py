@@ -104,7 +104,8 @@ def _candidates(folder: Path, tag: str | None) -> tuple[list[Candidate], list[st
 
 def _load_one(engine: Engine, candidate: Candidate, options: LoadOptions) -> tuple[str, dict[str, Any]]:
     restorer: list[Restorer] = []
-    _together(engine, lambda: restorer.append(_opened(engine, candidate, options)))
+    elsewhere = _names_elsewhere(engine, options.rename)
+    _together(engine, lambda: restorer.append(_opened(engine, candidate, options, elsewhere)))
     if options.custom is not None:
         restorer[0].hand_over(options.custom)
     _together(engine, restorer[0].read)
@@ -121,7 +122,17 @@ def _load_one(engine: Engine, candidate: Candidate, options: LoadOptions) -> tup
     return str(path), client_state[0]
 
 
-def _opened(engine: Engine, candidate: Candidate, options: LoadOptions) -> Restorer:
+def _names_elsewhere(engine: Engine, rename: Rename | None) -> frozenset[str]:
+    """Return the names in a checkpoint that other ranks' parts of the model will load."""
+    if engine.part.is_whole:
+        return frozenset()
+    names = names_of(engine.module)
+    here = [*names.buffers, *names.aliases, *(name for found in names.parameters.values() for name in found)]
+    there = here if rename is None else [name for name in map(rename, here) if name is not None]
+    return frozenset(name for names in engine.comm.gather_objects(there) for name in names)
+
+
+def _opened(engine: Engine, candidate: Candidate, options: LoadOptions, elsewhere: frozenset[str]) -> Restorer:
     source: Source
     if candidate.is_ours:
         source = NativeSource(Path(candidate.path))
@@ -138,6 +149,8 @@ def _opened(engine: Engine, candidate: Candidate, options: LoadOptions) -> Resto
         with_weights=options.custom is None,
         with_optimizer=options.optimizer and not options.module_only,
         rename=options.rename,
+        part=engine.part,
+        elsewhere=elsewhere,
     )
     restorer.check()
     return restorer
@@ -216,6 +229,9 @@ def _restore_extra(engine: Engine, source: NativeSource) -> None:
     modules = names_of(engine.module).extra
     if modules:
         saved = _own_of(engine, source)["extra_state"]
+        if not engine.part.is_whole or any("ranks" in unit for unit in source.manifest["units"]):
+            for rank in range(source.manifest["world"]):  # parts lay on other ranks then
+                saved = {**source.own(rank)["extra_state"], **saved}
         for name, module in modules.items():
             if name in saved:
                 module.set_extra_state(saved[name])

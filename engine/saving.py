@@ -21,7 +21,6 @@ from ..checkpoint.values import to_json
 from ..environment import read_launch
 from ..errors import EngineError
 from ..parallel import Collectives
-from ..zero.access import state_on_first_rank
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -54,7 +53,7 @@ def save_weights(engine: Engine, folder: Path, filename: str, exclude_frozen: bo
         EngineError: the file cannot be written; on every rank.
     """
     engine.comm.meet("save_16bit_model()")
-    state = state_on_first_rank(engine.module, engine.comm, exclude_frozen)
+    state = engine.whole_state_on_first_rank(exclude_frozen)
     trouble = ""
     if engine.comm.rank == 0:
         try:
@@ -139,6 +138,7 @@ class Saving:
             engine.optimizer,
             lambda: training_state(engine),
             {"rng": rng_state(), "client_state": client_state},
+            engine.part,
             trainable_only,
         )
         self._guard(engine)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checkpoint.parts import Part
 from ..errors import ConfigError, EngineError
 from ..ledger import Ledger
 from ..parallel import Collectives, axis_sizes, build_mesh
@@ -221,10 +222,19 @@ class EngineSurface:
 
     save_fp16_model = save_16bit_model
 
+    @property
+    def part(self) -> Part:
+        """Which part of the model this rank has, for checkpoints: the whole."""
+        return Part.whole(self.comm)
+
+    def whole_state_on_first_rank(self, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+        """Return whole weights and buffers in host memory of the first rank, an empty dict elsewhere; every rank must call it."""
+        return state_on_first_rank(self.module, self.comm, exclude_frozen)
+
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """Return whole weights and buffers in host memory of the first rank, an empty dict elsewhere; every rank must call it."""
         self.comm.meet("_zero3_consolidated_16bit_state_dict()")
-        return state_on_first_rank(self.module, self.comm, exclude_frozen_parameters)
+        return self.whole_state_on_first_rank(exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

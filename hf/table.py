@@ -21,6 +21,7 @@ _MODULES: dict[str, str | None] = {
     "comm.comm": "parallel.comm",
     "launcher": None,
     "launcher.runner": None,
+    "pipe": "pipe",
     "runtime.activation_checkpointing": None,
     "runtime.activation_checkpointing.checkpointing": "engine.checkpointing",
     "runtime.base_optimizer": None,

@@ -45,6 +45,7 @@ class PipelineModule(nn.Module):
         schedule, chunks: what the config will ask for under pipeline.schedule and .chunks, where that places layers
             otherwise than one run of layers a stage; only needed when the optimizer is built before initialize().
         sample: inputs of the first layer for one micro-batch, by which "memory" and "flops" are measured.
+        names: of the layers in parameter names, instead of their places.
 
     Raises:
         ConfigError: fewer layers than stages, ranks that the stages do not divide, or an argument that cannot be honoured.
@@ -70,6 +71,7 @@ class PipelineModule(nn.Module):
         schedule: str = "1f1b",
         chunks: int = 1,
         sample: Any = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if num_stages is None and topology is None:
@@ -90,8 +92,11 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers = checkpointable_layers
         self.dynamic_shape = dynamic_shape
         self.layer_specs = tuple(_checked(number, layer) for number, layer in enumerate(layers))  # a tuple: not registered
+        self.layer_names = tuple(map(str, range(len(self.layer_specs)))) if names is None else tuple(names)
         self._sample = sample
         self._outlines: tuple[Any, ...] | None = None
+        self.bounds: list[int] = []
+        self.chunks, self.vee = 1, False
         self._calls: dict[int, Callable[[Any], Any]] = {}
         self.place(schedule, chunks, partition_method)
 
@@ -113,7 +118,7 @@ class PipelineModule(nn.Module):
                 f"use at most {max(len(self.layer_specs) // number, 1)} stages, or more layers"
             )
         bounds = self._cut(method, parts, schedule, vee)
-        if getattr(self, "bounds", None) == bounds and (self.chunks, self.vee) == (number, vee):
+        if self.bounds == bounds and (self.chunks, self.vee) == (number, vee):
             return False
         self.bounds, self.chunks, self.vee, self.partition_method = bounds, number, vee, method
         self._build()
@@ -192,8 +197,8 @@ class PipelineModule(nn.Module):
                 layer.check(holders[layer.key])
                 self._calls[number] = _TiedCall(holders[layer.key], layer.forward_fn)
             elif isinstance(layer, (LayerSpec, nn.Module)):
-                module = known.get(str(number)) or self._made(number)
-                self.add_module(str(number), module)
+                module = known.get(self.layer_names[number]) or self._made(number)
+                self.add_module(self.layer_names[number], module)
                 self._calls[number] = module
             else:
                 self._calls[number] = layer
@@ -215,14 +220,15 @@ class PipelineModule(nn.Module):
         """Return the layers on this stage that were built from a description, by the name under which they are saved."""
         found = {f"{TIED}.{key}": module for key, module in getattr(self, TIED).items()} if hasattr(self, TIED) else {}
         specs = (number for number in self.own_layers if type(self.layer_specs[number]) is not TiedLayerSpec)
-        return found | {str(n): getattr(self, str(n)) for n in specs if isinstance(self.layer_specs[n], LayerSpec)}
+        names = (self.layer_names[number] for number in specs if isinstance(self.layer_specs[number], LayerSpec))
+        return found | {name: getattr(self, name) for name in names}
 
     def holders(self) -> dict[str, list[int]]:
         """Return layer -> stages that hold it, for layers that are built from a description."""
         found: dict[str, list[int]] = {}
         for number, layer in enumerate(self.layer_specs):
             if isinstance(layer, LayerSpec):
-                name = f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(number)
+                name = f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else self.layer_names[number]
                 found.setdefault(name, []).append(self.stage_of(number))
         return found
 
@@ -247,7 +253,7 @@ class PipelineModule(nn.Module):
         for number, layer in enumerate(self.layer_specs):
             if isinstance(layer, nn.Module):
                 for name, param in layer.named_parameters():
-                    users.setdefault(id(param), []).append((number, f"{number}.{name}", param))
+                    users.setdefault(id(param), []).append((number, f"{self.layer_names[number]}.{name}", param))
         found = []
         for uses in users.values():
             stages = tuple(dict.fromkeys(self.stage_of(number) for number, _, _ in uses))
@@ -324,7 +330,7 @@ class PipelineModule(nn.Module):
         """Yield the names under which this stage's layers are saved."""
         for number in self.own_layers:
             layer = self.layer_specs[number]
-            yield f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(number)
+            yield f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else self.layer_names[number]
 
     def extra_repr(self) -> str:
         """Say which layers are here."""

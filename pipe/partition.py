@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -91,7 +92,7 @@ def explicit(given: Sequence[int], layers: int, parts: int) -> list[int]:
     bounds = list(given)
     if len(bounds) == parts:
         bounds = [sum(given[:part]) for part in range(parts + 1)]
-    rises = len(bounds) == parts + 1 and all(low < high for low, high in zip(bounds, bounds[1:], strict=False))
+    rises = len(bounds) == parts + 1 and all(low < high for low, high in itertools.pairwise(bounds))
     if not rises or bounds[0] != 0 or bounds[-1] != layers:
         raise ConfigError(
             f"partition {list(given)} does not cut {layers} layers into {parts} parts: give {parts} sizes that add up to {layers}, or "

@@ -105,6 +105,7 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1, *, for
     if stages < 1 or micro_batches < 1:
         raise ConfigError(f"a schedule needs at least one stage and one micro-batch, got {stages} and {micro_batches}")
     vee, number = _kind(name).vee, chunks_of(name, chunks)
+    rows: Sequence[Sequence[Instruction]]
     if forward_only or name == "inference":
         rows = _forward_only(stages, micro_batches, number, vee)
     else:

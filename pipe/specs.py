@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,3 +97,14 @@ def name_of(layer: Any) -> str:
     if isinstance(layer, LayerSpec):
         return layer.name
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without memory: each tensor is replaced while it is copied."""
+    memo: dict[int, Any] = {id(tensor): _meta_like(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    return copy.deepcopy(module, memo)
+
+
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -84,7 +84,9 @@ class Ties:
     def _take(self, tie: Tie, unit: Unit, held: list[Any]) -> None:
         seen = self._comms[tie.name].gather_objects((held, str(unit.dtype), unit.trainable))
         if any(other != seen[0] for other in seen):
-            raise LayoutError(f"what is tied as {tie.name!r} is not the same on the stages that use it: {dict(zip(tie.stages, seen, strict=True))}")
+            raise LayoutError(
+                f"what is tied as {tie.name!r} is not the same on the stages that use it: {dict(zip(tie.stages, seen, strict=True))}"
+            )
         unit.is_copy = tie.stages[0] != self._stage
         self._comms[tie.name].broadcast(unit.shard if unit.sharded else unit.full, state="parameters", unit=tie.name)
         unit.acknowledge()

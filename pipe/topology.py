@@ -18,7 +18,9 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes) or any(size < 1 for size in dims):
-            raise ConfigError(f"a topology needs one positive size for each of its distinct axes, got axes {list(axes)} and dims {list(dims)}")
+            raise ConfigError(
+                f"a topology needs one positive size for each of its distinct axes, got axes {list(axes)} and dims {list(dims)}"
+            )
         self.axes, self.dims = list(axes), list(dims)
         self._coords = [dict(zip(self.axes, at, strict=True)) for at in itertools.product(*map(range, dims))]
 
@@ -41,7 +43,9 @@ class ProcessTopology:
             ConfigError: an axis is missing or unknown, or the coordinate is outside the grid.
         """
         if sorted(coord) != sorted(self.axes):
-            raise ConfigError(f"get_rank() needs a coordinate on each of {self.axes}, got {sorted(coord)}; filter_match() takes some of them")
+            raise ConfigError(
+                f"get_rank() needs a coordinate on each of {self.axes}, got {sorted(coord)}; filter_match() takes some of them"
+            )
         found = self.filter_match(**coord)
         if not found:
             raise ConfigError(f"{coord} is outside the grid {dict(zip(self.axes, self.dims, strict=True))}")
@@ -132,7 +136,9 @@ class Grid:
             return cls([[stage * copies + copy for copy in range(copies)] for stage in range(stages)])
         for axis in topology.axes:
             if axis not in ("pipe", "data") and topology.get_dim(axis) > 1:
-                raise ConfigError(f"topology: the axis {axis!r} has {topology.get_dim(axis)} ranks; this version cuts no matrices over ranks")
+                raise ConfigError(
+                    f"topology: the axis {axis!r} has {topology.get_dim(axis)} ranks; this version cuts no matrices over ranks"
+                )
         if topology.world_size() != world:
             raise ConfigError(f"topology: {topology} are {topology.world_size()} ranks, but {world} were started")
         return cls([topology.get_axis_list("pipe", stage) for stage in range(max(topology.get_dim("pipe"), 1))])

@@ -11,10 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ConfigError
-from .specs import name_of
-
-# weights and gradients in 16 bits, fp32 master weights and two fp32 states: what mixed-precision Adam keeps of a parameter
-STATE_BYTES = 2 + 2 + 4 + 8
+from ..ledger.memory.states import StateSizes
+from .specs import meta_copy, name_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,9 @@ class Weight:
     activation_bytes: int
 
 
-def weigh(layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: Any = None, run: Callable[..., Any] | None = None) -> list[Weight]:
+def weigh(
+    layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: Any = None, run: Callable[..., Any] | None = None
+) -> list[Weight]:
     """Return the weights of layers.
 
     Args:
@@ -45,7 +45,7 @@ def weigh(layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: A
         return plain
     inputs, found = _to_meta(sample), []
     for number, (layer, module, known) in enumerate(zip(layers, outlines, plain, strict=True)):
-        body = layer if module is None else module.to("meta") if _is_meta(module) else _meta_copy(module)
+        body = layer if module is None else meta_copy(module)
         try:
             inputs, flops, kept = _counted(layer, body, inputs, run)
         except Exception as error:
@@ -60,43 +60,28 @@ def weigh(layers: Sequence[Any], outlines: Sequence[nn.Module | None], sample: A
 def _from_shapes(module: nn.Module | None) -> Weight:
     if module is None:
         return Weight(0, 0.0, 0, 0)
+    sizes = StateSizes()
     count = sum(param.numel() for param in module.parameters())
     trained = sum(param.numel() for param in module.parameters() if param.requires_grad)
     tables = {id(part.weight) for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))}
     matrices = sum(param.numel() for param in module.parameters() if param.dim() >= 2 and id(param) not in tables)
-    return Weight(count, 2.0 * matrices, STATE_BYTES * trained + 2 * (count - trained), 0)
+    return Weight(count, 2.0 * matrices, round(sizes.total * trained + sizes.param * (count - trained)), 0)
 
 
 def _counted(layer: Any, body: Any, inputs: Any, run: Callable[..., Any] | None) -> tuple[Any, float, int]:
-    kept: dict[int, int] = {}
-    own = {id(param) for param in body.parameters()} if isinstance(body, nn.Module) else set()
+    kept: dict[int, torch.Tensor] = {}  # by memory: several operations may keep one tensor, and views of weights are weights
+    own = {param.untyped_storage()._cdata for param in body.parameters()} if isinstance(body, nn.Module) else set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
-            kept[id(tensor)] = tensor.nbytes
+        memory = tensor.untyped_storage()._cdata
+        if memory not in own:
+            kept.setdefault(memory, tensor)
         return tensor
 
     counter = FlopCounterMode(display=False)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), counter:
         outputs = run(layer, body, inputs) if run is not None else body(inputs)
-    return outputs, float(counter.get_total_flops()), sum(kept.values())
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(param.is_meta for param in module.parameters())
-
-
-def _meta_copy(module: nn.Module) -> nn.Module:
-    """Return a copy without memory: each tensor is replaced while it is copied."""
-    import copy
-
-    memo: dict[int, Any] = {id(tensor): _meta_like(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-    return copy.deepcopy(module, memo)
-
-
-def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return outputs, float(counter.get_total_flops()), sum(tensor.nbytes for tensor in kept.values())
 
 
 def _to_meta(tree: Any) -> Any:

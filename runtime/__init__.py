@@ -1,11 +1,11 @@
-"""The import paths under which DeepSpeed scripts find schedules, ZeRO names and helpers; nothing is implemented here."""
+"""The import paths under which DeepSpeed scripts find schedules, pipelines, ZeRO names and helpers; nothing is implemented here."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-_MODULES = ("lr_schedules", "utils", "zero")
+_MODULES = ("lr_schedules", "pipe", "utils", "zero")
 
 __all__ = [*_MODULES]
 

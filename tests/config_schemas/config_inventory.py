@@ -36,7 +36,8 @@ SECTIONS = {
     "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
     "activation_checkpointing": "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints"
     " synchronize_checkpoint_boundary profile policy every",
-    "pipeline": "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
+    "pipeline": "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
+    " schedule chunks split dynamic_shape",
     "tensor_parallel": "autotp_size dtype tp_overlap_comm tp partition_config preset_model injection_policy_tuple"
     " keep_module_on_host replace_with_kernel_inject vocab_parallel_lm_head vocab_parallel_ce_backend",
     "tensor_parallel.tp": "tp_size tp_grain_size mpu tp_group",

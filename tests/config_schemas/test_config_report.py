@@ -71,12 +71,10 @@ def test_unsupported_tells_result_from_placement() -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"mesh": {"pp": 2}},
         {"mesh": {"cp": 2}},
         {"mesh": {"ep": 2}},
         {"mesh": {"dp_replicate": 2}},
         {"tensor_parallel": {"autotp_size": 2}},
-        {"pipeline": {"stages": 2}},
         {"sequence_parallel_size": 2},
         {"expert_parallel": {"enabled": True}},
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-from torch import nn
-
 import stateroom
+import torch
 from stateroom.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
 
 WIDTH, VOCABULARY = 8, 11
 
@@ -98,7 +97,9 @@ def config(count: int, stages: int = 2, **more: Any) -> dict[str, Any]:
     return {**base, "pipeline": pipeline, **more}
 
 
-def plain_run(specs: list[Any], data: list[list[list[Any]]], clip: float = 0.0, freeze: tuple[int, ...] = (), loss: Any = loss_fn) -> dict[str, Any]:
+def plain_run(
+    specs: list[Any], data: list[list[list[Any]]], clip: float = 0.0, freeze: tuple[int, ...] = (), loss: Any = loss_fn
+) -> dict[str, Any]:
     """Train the twin on the global batch; the oracle."""
     torch.manual_seed(0)
     net = Twin(specs)
@@ -140,7 +141,14 @@ def piped_run(
         held = max(held, engine.last_batch.held)
     weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     plan = engine._plan(engine.gradient_accumulation_steps(), True)
-    found = {"losses": losses, "norms": norms, "weights": weights, "held": held, "predicted": plan.activations()[engine.cut.stage], "stage": engine.cut.stage}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights,
+        "held": held,
+        "predicted": plan.activations()[engine.cut.stage],
+        "stage": engine.cut.stage,
+    }
     engine.destroy()
     return found
 
@@ -156,3 +164,61 @@ def fp16_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[str, Any])
     skipped = engine.skipped_steps
     engine.destroy()
     return {"losses": losses, "scales": scales, "skipped": skipped}
+
+
+def saving_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[str, Any], folder: str, at: int, **module: Any) -> list[float]:
+    """Train `at` steps, save, and train the rest."""
+    net = PipelineModule(specs, num_stages=cfg["pipeline"]["stages"], loss_fn=loss_fn, seed_layers=True, **module)
+    engine, *_ = stateroom.initialize(model=net, config=copy.deepcopy(cfg))
+    losses = []
+    for number, step in enumerate(data):
+        if number == at:
+            engine.save_checkpoint(folder, client_state={"seen": number})
+        losses.append(float(engine.train_batch(iter(step[engine.cut.copy]))))
+    engine.destroy()
+    return losses
+
+
+def resuming_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[str, Any], folder: str, at: int, **module: Any) -> dict[str, Any]:
+    """Load and train the rest, from other start values."""
+    net = PipelineModule(specs, num_stages=cfg["pipeline"]["stages"], loss_fn=loss_fn, seed_layers=True, base_seed=99, **module)
+    engine, *_ = stateroom.initialize(model=net, config=copy.deepcopy(cfg))
+    path, client = engine.load_checkpoint(folder)
+    steps = engine.global_steps
+    losses = [float(engine.train_batch(iter(step[engine.cut.copy]))) for step in data[at:]]
+    engine.save_16bit_model(folder, f"weights_{engine.cut.stages}.pt")
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    return {"losses": losses, "path": path, "client": client, "steps": steps, "weights": weights}
+
+
+class Sequence(nn.Sequential):
+    """The untied layers as an ordinary model that returns its loss."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss_fn(super().forward(ids), labels)
+
+
+def plain_resuming_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[str, Any], folder: str, at: int) -> list[float]:
+    """Load into the same model without a pipeline and train the rest."""
+    torch.manual_seed(5)
+    net = Sequence(*(spec.build() for spec in specs))
+    engine, *_ = stateroom.initialize(model=net, config={key: value for key, value in cfg.items() if key != "pipeline"})
+    engine.load_checkpoint(folder)
+    losses = [float(engine.train_batch(iter(step[engine.get_data_parallel_rank()]))) for step in data[at:]]
+    engine.destroy()
+    return losses
+
+
+def plain_saving_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[str, Any], folder: str, at: int) -> list[float]:
+    """Train the model without a pipeline, saving at a step."""
+    torch.manual_seed(5)
+    net = Sequence(*(spec.build() for spec in specs))
+    engine, *_ = stateroom.initialize(model=net, config={key: value for key, value in cfg.items() if key != "pipeline"})
+    losses = []
+    for number, step in enumerate(data):
+        if number == at:
+            engine.save_checkpoint(folder)
+        losses.append(float(engine.train_batch(iter(step[engine.get_data_parallel_rank()]))))
+    engine.destroy()
+    return losses

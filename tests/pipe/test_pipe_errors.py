@@ -9,13 +9,12 @@ from typing import Any
 
 import pipe_jobs as jobs
 import pytest
-import torch
-from torch import nn
-
 import stateroom
+import torch
 from stateroom.errors import ConfigError, EngineError
 from stateroom.pipe import LayerSpec, PipelineModule, ProcessTopology
 from stateroom.pipe.schedules import schedule
+from torch import nn
 
 
 class Trap(nn.Module):

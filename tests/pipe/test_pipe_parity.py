@@ -8,9 +8,8 @@ from typing import Any
 import pipe_jobs as jobs
 import pytest
 import torch
-from torch import nn
-
 from stateroom.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev")
 
@@ -22,7 +21,9 @@ def check(got: list[dict[str, Any]], want: dict[str, Any], tolerance: float = 1e
         assert rank["norms"] == pytest.approx(want["norms"], rel=max(tolerance, 5e-5))
         assert rank["held"] == rank["predicted"]
         for name, value in rank["weights"].items():
-            torch.testing.assert_close(value.float(), want["weights"][name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                value.float(), want["weights"][name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
     names = {name for rank in got for name in rank["weights"]}
     assert names == set(want["weights"])
 
@@ -166,7 +167,16 @@ def test_views_and_in_place_layers_at_the_cut(pools, name):
 def test_two_tied_keys_count_once(pools, clip):
     """C37: both copies stay equal, and the norm has each weight once."""
     tie = lambda key, **more: TiedLayerSpec(key, nn.Linear, jobs.WIDTH, jobs.WIDTH, **more)  # noqa: E731
-    specs = [*jobs.layers(blocks=1)[:1], tie("a"), tie("b"), LayerSpec(jobs.Block), LayerSpec(jobs.Block), tie("b"), tie("a"), *jobs.layers(blocks=0)[1:]]
+    specs = [
+        *jobs.layers(blocks=1)[:1],
+        tie("a"),
+        tie("b"),
+        LayerSpec(jobs.Block),
+        LayerSpec(jobs.Block),
+        tie("b"),
+        tie("a"),
+        *jobs.layers(blocks=0)[1:],
+    ]
     data = jobs.batches(4, 4, 1)
     got = run(pools, 2, specs, data, jobs.config(4, gradient_clipping=clip, pipeline={"partition": [4, 5]}))
     check(got, jobs.plain_run(specs, data, clip=clip))

@@ -1,0 +1,7 @@
+"""Grids of ranks where DeepSpeed scripts import them from."""
+
+from __future__ import annotations
+
+from ...pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
