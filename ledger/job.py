@@ -150,6 +150,8 @@ def problems(job: Job) -> list[str]:
     """Return what does not fit, one a line; nothing when the job can run."""
     shape, cluster, layout, seq = job.shape, job.cluster, job.layout, job.seq
     found: list[str] = []
+    if seq < 1:
+        found.append(f"a sequence of {seq} tokens; it needs at least 1")
     for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "micro_batch", "accumulation", "loss_chunks"):
         if getattr(layout, name) < 1:
             found.append(f"{name} is {getattr(layout, name)}; it must be at least 1")
