@@ -98,7 +98,7 @@ class Layout:
         """Return how a layer is run, for the activation account."""
         return LayerOptions(
             tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, ep=self.ep, flash=self.flash, dropout=self.dropout,
-            recompute=self.recompute,
+            recompute=self.recompute, itemsize=4.0 if dtype_bytes(self.compute) >= 4 else 2.0,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

@@ -138,6 +138,15 @@ for x, y in loader:
     assert "no calculator beside it" in text and "the script's own" in text
 
 
+def test_a_module_is_run_as_a_script_is(tmp_path, monkeypatch):
+    script(tmp_path, "engine = build(config_of(3, 'bf16', int(sys.argv[1])))\nwhile True: take_step(engine)\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    found = report_of(dry_run("-m", ["train", "2"], 8, 3), "-m train")
+    assert found.peak.total == dry(config_of(3, "bf16", 2), 8, 3).peak.total
+    assert sys.path == before
+
+
 TROUBLES = {
     "nothing": ("print('hi')", "without calling stateroom.initialize"),
     "no step": ("build(config_of(3, 'bf16', 1))", "ended before its first engine.step"),
