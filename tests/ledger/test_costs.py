@@ -67,6 +67,7 @@ def test_flops_and_utilisation_name_their_denominator(run):
     assert step.mfu == pytest.approx(step.flops.model / (step.seconds * 2 * 1e11)) and step.hfu == step.mfu
     assert step.denominator == "0.1 TFLOP/s bf16, dense, of small"
     text = str(ledger)
+    assert step.memory.predicted_phase == "backward" and 5e6 < step.memory.predicted_bytes < 2e7
     assert "MFU" in text and "of 0.1 TFLOP/s bf16" in text and "exposed communication" in text and "reached in" in text
 
 
