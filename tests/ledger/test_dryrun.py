@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from dryrun_job import config_of, measured  # noqa: E402
+from dryrun_job import SEQ, SIZES, config_of, measured  # noqa: E402
 from stateroom.ledger.dryrun.collect import report_of  # noqa: E402
 from stateroom.ledger.dryrun.run import dry_run  # noqa: E402
 
@@ -65,6 +65,16 @@ def test_calculator_beside_it_is_equal_to_the_byte(stage):
     counted = {("dp", r.kind, r.state): (r.counted_calls, r.counted_bytes) for r in found.traffic if r.state != "control"}
     assert counted == known.traffic
     assert found.flops == known.flops
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_recomputation_keeps_less_and_executes_more(policy):
+    plain, found = (dry(config_of(3, "bf16", 1, activation_checkpointing={"policy": each}), 8) for each in ("none", policy))
+    assert found.peak.total < plain.peak.total
+    tokens, ffn = 2 * SEQ, 352
+    skipped = 3 * 2 * tokens * ffn * SIZES["dim"]  # a layer's last product: its result is needed by nothing
+    assert found.flops == found.beside.flops - (skipped if policy == "full" else 0)
+    assert any("last product" in note for note in found.notes) == (policy == "full")
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
