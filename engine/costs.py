@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ledger.figures import FlopCount, PeakMemory, StepFigures, count_flops, mean_parts, peak_of_device
+from ..ledger.figures import FlopCount, PeakMemory, StepFigures, count_flops, mean_parts, peak_of_device, predicted_peak
 from ..ledger.problems import LedgerError
 from ..ledger.shapes.load import read_shape
 from ..ledger.shapes.shape import ModelShape
@@ -26,6 +26,7 @@ class Costs:
         self._module = engine.module
         self._device = engine.device
         self._world = engine.comm.world
+        self._config = engine.config
         self._recompute = engine.config.activation_checkpointing.policy
         self._peak = engine.timers.peak
         self._accounts: deque[StepAccount] = deque(maxlen=_NEWEST)
@@ -72,6 +73,7 @@ class Costs:
         """
         seconds, parts, exposed = mean_parts(self._accounts)
         tokens = sum(self._tokens) / len(self._tokens) if self._tokens else 0.0
+        most, instant = predicted_peak(self._known_shape(), self._config, self._world, self._seq)
         peak, words = peak_of_device(self._device_name(), self._dtype, hardware)
         return StepFigures(
             steps=len(self._accounts),
@@ -84,7 +86,7 @@ class Costs:
             flops=self._count(tokens) if tokens else None,
             peak_flops=peak,
             denominator=words,
-            memory=PeakMemory(self._peak.num_bytes, self._peak.phase, self._peak.before_bytes, self._counted()),
+            memory=PeakMemory(self._peak.num_bytes, self._peak.phase, self._peak.before_bytes, self._counted(), most, instant),
         )
 
     def shape(self) -> dict[str, object] | None:

@@ -140,15 +140,20 @@ def job_of(args: argparse.Namespace) -> tuple[Job, list[str]]:
         LedgerError: something is missing, unknown, or does not fit.
     """
     shape, cluster = shape_of(args), cluster_of(args)
-    seq = args.seq or shape.context
+    seq = shape.context if args.seq is None else args.seq
+    if seq < 1:
+        raise LedgerError(f"--seq {seq}: a sequence needs at least 1 token")
     batch, notes = batch_of(args, seq)
     given = layout_fields(args)
     layout = Layout(**given)
     model = layout.tp * layout.pp * layout.cp
     if cluster.devices % (model * layout.dp_replicate):
+        wanted = model * layout.dp_replicate
+        legal = [number for number in range(1, min(cluster.devices, 4 * wanted) + 1) if cluster.devices % number == 0]
+        near = sorted(sorted(legal, key=lambda number: (abs(number - wanted), number))[:2])
         raise LedgerError(
             f"{cluster.devices:,} devices do not divide by tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp-replicate "
-            f"{layout.dp_replicate}"
+            f"{layout.dp_replicate} = {wanted:,}; nearest products that divide: {' or '.join(f'{number:,}' for number in near)}"
         )
     dp = cluster.devices // model
     given["dp_shard"] = dp // layout.dp_replicate

@@ -84,7 +84,7 @@ def _from_config(args: argparse.Namespace) -> tuple[Job, list[str]]:
     from .plan.config import job_of_config
 
     shape, cluster = shape_of(args), cluster_of(args)
-    base = Job(shape, cluster, Layout(), args.seq or shape.context, args.attention)
+    base = Job(shape, cluster, Layout(), shape.context if args.seq is None else args.seq, args.attention)
     job = job_of_config(args.config, base, args.ranks or cluster.devices)
     job = job.with_layout(**layout_fields(args))
     check(job)

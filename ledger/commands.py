@@ -85,7 +85,7 @@ def _job_of_run(args: argparse.Namespace) -> Job | None:
     run = read_run(args.run)
     shape = shape_of(args) if args.model is not None or run.model is None else read_shape(run.model)
     args.ranks = args.ranks or run.ranks
-    return Job(shape, cluster_of(args), Layout(), args.seq or run.seq or shape.context, args.attention)
+    return Job(shape, cluster_of(args), Layout(), args.seq if args.seq is not None else run.seq or shape.context, args.attention)
 
 
 def diff(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:

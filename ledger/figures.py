@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .account import account
 from .flops.layers import step_flops
 from .hardware.catalogue import accelerators
-from .hardware.device import Accelerator
+from .hardware.device import Accelerator, unnamed_cluster
 from .hardware.load import read_hardware
+from .job import Job
+from .memory.life import fullest, tensors_of
+from .plan.config import layout_of
 from .problems import LedgerError, plain
 from .shapes.shape import ModelShape
 from .units import show_bytes, show_count
+
+if TYPE_CHECKING:
+    from ..config_schemas.root import Config
 
 _NO_PEAK = (
     "no peak is published for {0}; measure it (`stateroom ledger calibrate > here.hjson`) and name the file: engine.ledger(hardware=...)"
@@ -36,12 +42,16 @@ class PeakMemory:
     Attributes:
         phase: in which it was reached. before_bytes: what was held when the engine was built.
         what: what is counted: allocated tensors of an accelerator, or the resident set of the process.
+        predicted_bytes: of tensors, by the calculator for fused norms and losses; None where the sizes are not known.
+        predicted_phase: the instant at which it has the most.
     """
 
     num_bytes: int
     phase: str
     before_bytes: int
     what: str
+    predicted_bytes: float | None = None
+    predicted_phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,8 @@ class StepFigures:
         grown = memory.num_bytes - memory.before_bytes
         reached = f"{show_bytes(memory.num_bytes)} {memory.what}, reached in {memory.phase}"
         lines.append(f"  peak of memory: {reached}; {show_bytes(grown)} more than when the engine was built")
+        if memory.predicted_bytes is not None:
+            lines.append(f"  predicted: {show_bytes(memory.predicted_bytes)} of tensors, most in {memory.predicted_phase} (the calculator)")
         return [*lines, *(f"- {note}" for note in self.notes)]
 
 
@@ -161,3 +173,15 @@ def mean_parts(accounts: Sequence[Any]) -> tuple[float, dict[str, float], float]
     names = dict.fromkeys(name for each in accounts for name in each.parts)
     parts = {name: sum(each.parts.get(name, 0.0) for each in accounts) / count for name in names}
     return sum(each.seconds for each in accounts) / count, parts, sum(each.exposed_s for each in accounts) / count
+
+
+def predicted_peak(shape: ModelShape | None, config: Config, ranks: int, seq: int) -> tuple[float | None, str]:
+    """Return the most bytes of tensors on a rank and the instant, by the calculator; (None, "") where sizes are not known."""
+    if shape is None or not seq:
+        return None, ""
+    try:
+        layout = layout_of(config, ranks)
+        name, at = fullest(Job(shape, unnamed_cluster(ranks), layout, seq)).peak
+    except LedgerError:  # degrees that do not fit this shape
+        return None, ""
+    return tensors_of(at), name

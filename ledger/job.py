@@ -98,7 +98,7 @@ class Layout:
         """Return how a layer is run, for the activation account."""
         return LayerOptions(
             tp=self.tp, sequence_parallel=self.sequence_parallel, cp=self.cp, ep=self.ep, flash=self.flash, dropout=self.dropout,
-            recompute=self.recompute,
+            recompute=self.recompute, itemsize=4.0 if dtype_bytes(self.compute) >= 4 else 2.0,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,6 +150,8 @@ def problems(job: Job) -> list[str]:
     """Return what does not fit, one a line; nothing when the job can run."""
     shape, cluster, layout, seq = job.shape, job.cluster, job.layout, job.seq
     found: list[str] = []
+    if seq < 1:
+        found.append(f"a sequence of {seq} tokens; it needs at least 1")
     for name in ("tp", "pp", "vp", "cp", "ep", "etp", "dp_shard", "dp_replicate", "micro_batch", "accumulation", "loss_chunks"):
         if getattr(layout, name) < 1:
             found.append(f"{name} is {getattr(layout, name)}; it must be at least 1")

@@ -49,7 +49,7 @@ def _rule(gives: str, needs: str, text: str, compute: Callable[..., Number], whe
 
 
 def _recomputed(switches: Switches) -> bool:
-    return switches.recompute not in (None, "none")
+    return switches.recompute is not None
 
 
 _FLOPS = (

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..comm.axes import flows
 from ..flops.layers import step_flops
-from ..hardware.device import Accelerator, Cluster
+from ..hardware.device import Cluster, unnamed_cluster
 from ..job import Job, problems
-from ..memory.life import course
+from ..memory.life import course, tensors_of
 from ..memory.rank import state_rows
 from ..plan.config import layout_of
 from ..problems import LedgerError
 from ..records import RunningJob
 from ..shapes.load import read_shape
 from ..shapes.shape import ModelShape
-
-_OVERHEAD = ("fragmentation", "no tensor")  # of an accelerator's allocator and context, which fake tensors have not
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,7 @@ def _job_of(running: RunningJob, model: str | None, cluster: Cluster | None) -> 
         raise LedgerError(
             f"a forward had {sequences} sequences and the config says {layout.micro_batch}: the calculator follows the config"
         )
-    return Job(shape, cluster or _any_cluster(running.world), layout, seq, "full")
-
-
-def _any_cluster(ranks: int) -> Cluster:
-    """Devices without figures: no time is taken from them."""
-    device = Accelerator("any device", "", {}, math.inf, math.inf, math.inf, math.inf, network_bytes_s=math.inf)
-    return Cluster(device, 1, ranks, math.inf, ranks, overhead_bytes=0.0)
+    return Job(shape, cluster or unnamed_cluster(running.world), layout, seq, "full")
 
 
 def _figures(job: Job) -> Beside:
@@ -77,9 +68,7 @@ def _figures(job: Job) -> Beside:
     if wrong:
         raise LedgerError("; ".join(wrong))
     states = {name: size for _, name, size, _ in state_rows(job, 0)}
-    instants = {
-        name: sum(term.value for term in account.terms if not term.name.startswith(_OVERHEAD)) for name, account in course(job, 0).instants
-    }
+    instants = {name: tensors_of(account) for name, account in course(job, 0).instants}
     traffic = {
         (flow.axis, flow.primitive, flow.state): (round(flow.calls), round(flow.calls * flow.payload_bytes)) for flow in flows(job, 0)
     }

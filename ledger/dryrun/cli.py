@@ -46,7 +46,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stateroom dryrun",
-        usage="stateroom dryrun --ranks N [options] -- SCRIPT [its arguments]",
+        usage="stateroom dryrun --ranks N [options] -- {SCRIPT | -m MODULE} [its arguments]",
         description="Run a training script on fake tensors as one rank of many: memory, collectives, FLOPs and errors of shape.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace, script: list[str]) -> int:
     hidden = contextlib.redirect_stdout(io.StringIO()) if args.json or args.quiet else contextlib.nullcontext()
     with hidden:
         record = dry_run(script[0], script[1:], args.ranks, args.rank, args.steps, backend=args.backend, limit_s=args.limit)
-    found = report_of(record, script[0], args.model, cluster)
+    found = report_of(record, " ".join(script[:2]) if script[0] == "-m" else script[0], args.model, cluster)
     print(found.to_json() if args.json else "\n".join(found.lines()))
     limit = found.usable_bytes
     return 0 if limit is None or found.peak.total <= limit else 1

@@ -25,6 +25,8 @@ def report_of(record: Record, script: str, model: str | None = None, cluster: Cl
             f"the script built {record.engines} engines; the figures are those of the first, the others' states count as temporaries"
         )
     beside = calculator_of(job, model, cluster)
+    if beside.job is not None and beside.job.layout.recompute == "full":
+        notes.append("recomputation stops before a layer's last product, which backward does not need; the calculator counts whole layers")
     ledger = job.ledger()
     return DryRun(
         script=script,

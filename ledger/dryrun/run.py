@@ -161,6 +161,8 @@ def dry_run(
 ) -> Record:
     """Run `script` with `args` as rank `rank` of `ranks` until it has taken `steps` optimizer steps, and return what was seen.
 
+    A script "-m" runs the module that is the first of `args`.
+
     Until it ends, the process has the default process group and the launch variables of the imagined rank, and all its
     tensors are fake.
 
@@ -171,9 +173,10 @@ def dry_run(
     Raises:
         ScriptProblem: the script is not there, never reaches initialize() or a step, raises, or needs values.
     """
-    path = Path(script)
-    if not path.is_file():
-        raise ScriptProblem(f"no script {script}; write `stateroom dryrun --ranks N -- train.py args`")
+    is_module = script == "-m" and bool(args)
+    path, args = (Path(args[0]), args[1:]) if is_module else (Path(script), args)
+    if not is_module and not path.is_file():
+        raise ScriptProblem(f"no script {script}; write `stateroom dryrun --ranks N -- train.py args`, or `-- -m module args`")
     record = Record(steps)
     began = time.perf_counter()
     with ExitStack() as stack:
@@ -186,14 +189,17 @@ def dry_run(
         for mode in (fake, Watch(fake, watcher.after), Answers()):
             stack.enter_context(mode)
         with _time_limit(limit_s, record):
-            _run(path, record, limit_s)
+            _run(path, record, limit_s, is_module)
     record.seconds = time.perf_counter() - began
     return record
 
 
-def _run(path: Path, record: Record, limit_s: float) -> None:
+def _run(path: Path, record: Record, limit_s: float, is_module: bool) -> None:
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        if is_module:
+            runpy.run_module(str(path), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(path), run_name="__main__")
     except _Enough:
         return
     except SystemExit as stop:
@@ -268,14 +274,13 @@ def _as_rank(rank: int, ranks: int) -> Iterator[None]:
 @contextmanager
 def _command_line(path: Path, args: Sequence[str]) -> Iterator[None]:
     """Let the script find its own arguments, and the modules beside it."""
-    before, folder = sys.argv, str(path.resolve().parent)
+    argv, paths = sys.argv, list(sys.path)
     sys.argv = [str(path), *args]
-    sys.path.insert(0, folder)
+    sys.path.insert(0, str(path.resolve().parent))
     try:
         yield
     finally:
-        sys.argv = before
-        sys.path.remove(folder)
+        sys.argv, sys.path[:] = argv, paths
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,3 +113,9 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.devices:,} x {self.accelerator.name} ({self.nodes:,} nodes of {self.per_node})"
+
+
+def unnamed_cluster(ranks: int) -> Cluster:
+    """Return devices without figures, for jobs of which bytes and FLOPs are asked and no times."""
+    device = Accelerator("any device", "", {}, math.inf, math.inf, math.inf, math.inf, network_bytes_s=math.inf)
+    return Cluster(device, 1, ranks, math.inf, ranks, overhead_bytes=0.0)

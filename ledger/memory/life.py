@@ -161,3 +161,8 @@ def peak_bytes(job: Job) -> tuple[float, int]:
 def fullest(job: Job) -> Course:
     """Return the course of the stage with the highest peak."""
     return course(job, -peak_bytes(job)[1])
+
+
+def tensors_of(instant: Account) -> float:
+    """Return the bytes of tensors at an instant: without fragmentation and without what is no tensor."""
+    return sum(term.value for term in instant.terms if term.name not in ("fragmentation", "no tensor"))

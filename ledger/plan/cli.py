@@ -85,7 +85,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, list[str]]:
         LedgerError: something is missing or unknown.
     """
     shape, cluster = shape_of(args), cluster_of(args)
-    seq = args.seq or shape.context
+    seq = shape.context if args.seq is None else args.seq
     batch, notes = batch_of(args, seq)
     if batch is None:
         raise LedgerError("how much is a step? give --batch-tokens 4M, or --batch in sequences")

@@ -17,9 +17,12 @@ def shape_from_megatron(args: Arguments, name: str = "megatron") -> ModelShape:
     Raises:
         LedgerError: a size is missing, or the pattern of mixture layers is not dense layers first, then every nth.
     """
-    for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
-        if args.get(key) is None:
-            raise LedgerError(f"Megatron's arguments lack {key}")
+    needed = ["num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"]
+    needed += ["num_query_groups"] if args.get("group_query_attention") else []
+    needed += ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"] if args.get("multi_latent_attention") else []
+    missing = [key for key in needed if args.get(key) is None]
+    if missing:
+        raise LedgerError(f"Megatron's arguments lack {', '.join(missing)}")
     hidden, heads, layers = int(args["hidden_size"]), int(args["num_attention_heads"]), int(args["num_layers"])
     bias = bool(args.get("add_bias_linear", True))
     grouped = bool(args.get("group_query_attention"))

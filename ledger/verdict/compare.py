@@ -10,7 +10,7 @@ from typing import Any
 
 from ..flops.layers import training_flops_per_token
 from ..job import Job
-from ..memory.life import fullest
+from ..memory.life import fullest, tensors_of
 from ..plan.config import job_of_config
 from ..problems import LedgerError
 from ..shapes.count import active_parameters
@@ -19,8 +19,6 @@ from ..units import show_bytes, show_count, show_seconds
 from .bands import Verdict, verdict
 from .findings import moved_findings, speed_findings
 from .run import RunRecord, read_run
-
-_ALLOCATOR = ("fragmentation", "no tensor")  # of the calculator's peak: what a count of allocated tensors does not have
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,7 @@ def _parts(time: StepTime, run: RunRecord) -> list[Row]:
 
 
 def _memory(job: Job, run: RunRecord) -> list[Row]:
-    peak = fullest(job).peak[1]
-    tensors = sum(term.value for term in peak.terms if not term.name.startswith(_ALLOCATOR))
-    return [Row("peak of tensors", tensors, _grown(run), "bytes")]
+    return [Row("peak of tensors", tensors_of(fullest(job).peak[1]), _grown(run), "bytes")]
 
 
 def _grown(run: RunRecord) -> float | None:

@@ -67,6 +67,7 @@ def test_flops_and_utilisation_name_their_denominator(run):
     assert step.mfu == pytest.approx(step.flops.model / (step.seconds * 2 * 1e11)) and step.hfu == step.mfu
     assert step.denominator == "0.1 TFLOP/s bf16, dense, of small"
     text = str(ledger)
+    assert step.memory.predicted_phase == "backward" and 5e6 < step.memory.predicted_bytes < 2e7
     assert "MFU" in text and "of 0.1 TFLOP/s bf16" in text and "exposed communication" in text and "reached in" in text
 
 
@@ -156,9 +157,9 @@ class Event:
 
 
 def test_an_accelerators_step_is_accounted_when_the_next_one_ends():
-    from stateroom.parallel.clock import StepClock
+    from stateroom.parallel.clock import DeviceClock
 
-    clock = StepClock(Event)
+    clock = DeviceClock(Event)
 
     def step(number):
         began = clock.mark()
@@ -175,6 +176,35 @@ def test_an_accelerators_step_is_accounted_when_the_next_one_ends():
     account = step(3)
     assert account.step == 2 and account.seconds == 10
     assert account.parts == {"forward": 4, "waiting for all_gather of parameters": 2, "outside the engine": 4}
+
+
+def test_a_hosts_step_keeps_sums_and_no_marks():
+    from stateroom.parallel.clock import HostClock
+
+    moment = 0.0
+    clock = HostClock(lambda: moment)
+    assert clock.end_step(0) is None
+    for _ in range(3):
+        began, waits = clock.mark(), clock.mark()
+        moment += 2
+        clock.waited("all_gather of parameters", waits)
+        moment += 5
+        clock.phase("forward", began)
+    moment += 1
+    account = clock.end_step(1)
+    assert account.parts == {"forward": 15, "waiting for all_gather of parameters": 6, "outside the engine": 1}
+    assert account.seconds == 22 and account.exposed_s == 6
+
+
+def test_a_long_evaluation_between_steps_is_not_accounted_on_an_accelerator(monkeypatch):
+    from stateroom.parallel import clock as module
+
+    monkeypatch.setattr(module, "_MOST_MARKS", 10)
+    clock = module.DeviceClock(Event)
+    clock.end_step(0)
+    for _ in range(50):
+        clock.waited("all_gather of parameters", clock.mark())
+    assert clock.end_step(1) is None and clock.end_step(2) is None and clock.end_step(3) is not None
 
 
 def test_flops_where_the_module_does_not_say_its_sizes():

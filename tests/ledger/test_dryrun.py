@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from dryrun_job import config_of, measured  # noqa: E402
+from dryrun_job import SEQ, SIZES, config_of, measured  # noqa: E402
 from stateroom.ledger.dryrun.collect import report_of  # noqa: E402
 from stateroom.ledger.dryrun.run import dry_run  # noqa: E402
 
@@ -38,15 +38,20 @@ def test_dry_run_takes_what_the_engine_takes(pools, stage, precision, gas):
     assert abs(found.peak.total / peak - 1) < 0.03, (found.peak, peak)
 
 
-def test_four_ranks(pools):
-    config = config_of(3, "bf16", 2)
+FOUR = [pytest.param(*each, marks=() if each == (3, "bf16", 3) else pytest.mark.full) for each in CONFIGS]
+
+
+@pytest.mark.parametrize(("stage", "precision", "gas"), FOUR)
+def test_four_ranks(pools, stage, precision, gas):
+    config = config_of(stage, precision, gas)
     (real, peak), *_ = pools(4).run(measured, config)
     found = dry(config, 4, backend="gloo")
-    assert {row.state: row.measured_bytes for row in real.states}.items() <= {
-        **dict.fromkeys(["buffers"], 0),
-        **found.instants[0].states,
-    }.items()
-    assert abs(found.peak.total / peak - 1) < 0.03
+    rest = found.instants[0].states
+    for row in real.states:
+        assert rest.get(row.state, 0) == row.measured_bytes == row.predicted_bytes, row
+    moved = [(row.kind, row.state, row.counted_calls, row.counted_bytes) for row in real.traffic]
+    assert [(row.kind, row.state, row.counted_calls, row.counted_bytes) for row in found.traffic] == moved
+    assert abs(found.peak.total / peak - 1) < 0.03, (found.peak, peak)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -60,6 +65,16 @@ def test_calculator_beside_it_is_equal_to_the_byte(stage):
     counted = {("dp", r.kind, r.state): (r.counted_calls, r.counted_bytes) for r in found.traffic if r.state != "control"}
     assert counted == known.traffic
     assert found.flops == known.flops
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_recomputation_keeps_less_and_executes_more(policy):
+    plain, found = (dry(config_of(3, "bf16", 1, activation_checkpointing={"policy": each}), 8) for each in ("none", policy))
+    assert found.peak.total < plain.peak.total
+    tokens, ffn = 2 * SEQ, 352
+    skipped = 3 * 2 * tokens * ffn * SIZES["dim"]  # a layer's last product: its result is needed by nothing
+    assert found.flops == found.beside.flops - (skipped if policy == "full" else 0)
+    assert any("last product" in note for note in found.notes) == (policy == "full")
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
@@ -136,6 +151,15 @@ for x, y in loader:
     assert "vocab" in found.beside.why
     text = "\n".join(found.lines())
     assert "no calculator beside it" in text and "the script's own" in text
+
+
+def test_a_module_is_run_as_a_script_is(tmp_path, monkeypatch):
+    script(tmp_path, "engine = build(config_of(3, 'bf16', int(sys.argv[1])))\nwhile True: take_step(engine)\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    found = report_of(dry_run("-m", ["train", "2"], 8, 3), "-m train")
+    assert found.peak.total == dry(config_of(3, "bf16", 2), 8, 3).peak.total
+    assert sys.path == before
 
 
 TROUBLES = {

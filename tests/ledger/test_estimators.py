@@ -49,7 +49,7 @@ def test_dense_models(change):
     assert megatron_weight_bytes(args).total == pytest.approx(published(args, [0] * args["num_layers"]), rel=1e-12)
 
 
-@pytest.mark.parametrize(("every", "layers", "mtp"), itertools.product((1, 2, 3), (24, 27), (0, 1)))
+@pytest.mark.parametrize(("every", "layers", "mtp"), list(itertools.product((1, 2, 3), (24, 27), (0, 1))))
 def test_mixtures_with_an_integer_pattern(every, layers, mtp):
     """Layers 0, n, 2n … are mixtures, and a prediction layer is of the last layer's kind; routers are counted here, and small."""
     args = {**BASE, **MIXTURE, "moe_layer_freq": every, "num_layers": layers, "mtp_num_layers": mtp, "pipeline_model_parallel_size": 1}

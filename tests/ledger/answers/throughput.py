@@ -125,6 +125,8 @@ def _recompute(case: Case) -> str | None:
     factor = case.get("factor")
     if factor in (4, 96, 8):
         return "full"
+    if factor in (3, 72, 6):
+        return "none"
     if case.get("activation_checkpointing"):
         return "full"
     return None
