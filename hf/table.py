@@ -26,7 +26,6 @@ _MODULES: dict[str, str | None] = {
     "runtime.activation_checkpointing.checkpointing": "engine.checkpointing",
     "runtime.base_optimizer": None,
     "runtime.dataloader": None,
-    "pipe": "pipe",
     "runtime.engine": None,
     "runtime.pipe": "pipe",
     "runtime.pipe.module": "pipe",
