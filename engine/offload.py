@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
 from ..config_schemas import Config
+from ..environment import read_launch
 from ..errors import ConfigError
 from ..ledger import OptimizerRecord
 from ..ledger.states import optimizer_states
 from ..parallel.collectives import Collectives
 from ..zero.tiers.disk import round_up
-from ..zero.tiers.options import CPU, DEVICE, NVME, SUB_GROUP_NUMEL, TierOptions
+from ..zero.tiers.options import DEVICE, NVME, SUB_GROUP_NUMEL, TierOptions
 from ..zero.tiers.space import ALIGN
 from ..zero.tiers.tiers import Tiers
 from .groups import Prepared
@@ -53,13 +55,31 @@ def tiers_of(
     tiers = Tiers(options, job.rank, comm.device, say)
     trouble = ""
     try:
-        tiers.check(_needs(cfg, model, prepared, options, comm.world))
+        needs = _needs(cfg, model, prepared, options, comm.world)
+        _check_host(needs["host"])
+        tiers.check(needs)
     except Exception as error:  # told to all ranks: one that is left alone would wait for the others
         trouble = f"rank {job.rank}: {error}"
     troubles = [text for text in job.gather_objects(trouble) if text]
     if troubles:
         raise ConfigError("; ".join(troubles))
     return tiers
+
+
+def _check_host(num_bytes: int) -> None:
+    """Refuse what host memory cannot hold: the system would end the process later without a word.
+
+    Raises:
+        ConfigError: the ranks of this host need more than is available.
+    """
+    launch = read_launch()
+    ranks = 1 if launch is None else launch.local_world_size
+    available = psutil.virtual_memory().available
+    if num_bytes * ranks > available:
+        raise ConfigError(
+            f"offload to cpu: the states of {ranks} rank(s) on this host take {num_bytes * ranks:,} bytes of host memory and {available:,} "
+            "are available; use nvme, a ratio below 1, or more hosts"
+        )
 
 
 def is_separable(inner: torch.optim.Optimizer) -> bool:
@@ -124,19 +144,22 @@ def _known_states(prepared: Prepared | None) -> tuple[str, ...]:
 
 
 def _needs(cfg: Config, model: nn.Module, prepared: Prepared | None, options: TierOptions, world: int) -> dict[str, int]:
-    """Return the bytes that this rank will write to the drives, as far as they are known before anything is built."""
+    """Return the bytes of this rank's states on the drives and in host memory, as far as they are known before anything is built."""
     precision = state_dtypes(cfg)
     trained = {} if prepared is None else prepared.group_of
-    needs = {"optimizer": 0, "params": 0}
+    needs = {"optimizer": 0, "params": 0, "host": 0}
     in_host = 0
     for param in model.parameters():
         share = -(-param.numel() // world)
         dtype = precision.compute or param.dtype
-        if options.params == NVME:
+        if options.params != DEVICE:
             in_host += share
-            needs["params"] += share * dtype.itemsize if in_host > options.max_params_in_host else 0
-        if options.optimizer == NVME and id(param) in trained:
-            master = precision.master if precision.master is not None and dtype in _HALF else dtype
-            count = len(options.states) + (cfg.zero_optimization.stage >= 2) + (dtype in _HALF or options.params not in (DEVICE, CPU, NVME))
-            needs["optimizer"] += share * master.itemsize * count
+            on_drive = options.params == NVME and in_host > options.max_params_in_host
+            needs["params" if on_drive else "host"] += share * dtype.itemsize
+        if options.optimizer != DEVICE and id(param) in trained:
+            separate = dtype in _HALF and precision.master is not None
+            master = precision.master if separate and precision.master is not None else dtype
+            count = len(options.states) + (cfg.zero_optimization.stage >= 2) + separate
+            size = round(share * master.itemsize * count * options.ratio)
+            needs["optimizer" if options.optimizer == NVME else "host"] += size
     return needs

@@ -20,6 +20,19 @@ class MLP(nn.Module):
         return F.mse_loss(self.net(x).float(), y)
 
 
+class Wide(nn.Module):
+    """Layers of odd sizes with some 40,000 elements each."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(DIM, 199), nn.Tanh(), nn.Linear(199, 201), nn.Tanh(), nn.Linear(201, 203), nn.Tanh(), nn.Linear(203, 4)
+        )
+
+    def forward(self, x, y):
+        return F.mse_loss(self.net(x).float(), y)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -71,7 +84,7 @@ def llama():
     return tiny_llama()
 
 
-MODELS = {"mlp": MLP, "gpt": TiedGPT, "transformer": Seq2Seq, "llama": llama}
+MODELS = {"mlp": MLP, "wide": Wide, "gpt": TiedGPT, "transformer": Seq2Seq, "llama": llama}
 
 
 def build(name: str) -> nn.Module:
@@ -82,7 +95,7 @@ def build(name: str) -> nn.Module:
 def batch(name: str, step: int, micro: int, rank: int, size: int = 2):
     """The data of one micro-batch of one rank, the same wherever it is made."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank + 1)
-    if name == "mlp":
+    if name in ("mlp", "wide"):
         return torch.randn(size, DIM, generator=generator), torch.randn(size, 4, generator=generator)
     ids = torch.randint(VOCAB, (size, SEQ + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]

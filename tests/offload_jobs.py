@@ -27,10 +27,10 @@ def offload(stage, optimizer="none", params="none", folder=None, tile=4096, **mo
     return section
 
 
-def start(model_name, zero, optimizer="adamw", precision="fp32", gas=1, **extra):
+def start(model_name, zero, optimizer="adamw", precision="fp32", gas=1, extra_optimizer=None, **extra):
     import stateroom
 
-    config = config_for(0, precision, gas, optimizer=OPTIMIZERS[optimizer], zero_optimization=zero, **extra)
+    config = config_for(0, precision, gas, optimizer=extra_optimizer or OPTIMIZERS[optimizer], zero_optimization=zero, **extra)
     engine, *_ = stateroom.initialize(build(model_name), config=config)
     return engine
 

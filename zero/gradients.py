@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..parallel.collectives import DONE, Pending
+from ..parallel.collectives import DONE, Collectives, Pending
 from .tiers.copies import copy_down
 from .tiers.home import DiskHome
 
@@ -233,3 +234,29 @@ class Gradients:
         if numel == self.unit.layout.padded and used < numel:
             buffer[used:].zero_()
         return buffer
+
+
+def first_bad_parameter(units: Sequence[Unit], comm: Collectives, job: Collectives) -> str:
+    """Return the name of the first parameter whose reduced gradient is not finite, the same on every rank of the job.
+
+    Args:
+        comm: the ranks that share these units. job: all ranks; those of other stages have other units.
+    """
+    found = math.inf
+    base = 0
+    for unit in units:
+        gradients = unit.gradients
+        low, high = gradients.interval  # type: ignore[union-attr]
+        with unit.at_hand():
+            for part in unit.layout.slices(low, high):
+                piece = gradients.owned[part.at : part.at + part.stop - part.start]  # type: ignore[union-attr, index]
+                if base + part.extent < found and not bool(torch.isfinite(piece).all()):
+                    found = base + part.extent
+        base += len(unit.slots)
+    rows = comm.gather_rows(torch.tensor([found], dtype=torch.float64, device=comm.device))
+    first = rows.min().item()
+    names = [slot.name for unit in units for slot in unit.slots]
+    name = names[int(first)] if math.isfinite(first) else ""
+    if job is not comm:
+        name = next(filter(None, job.gather_objects(name)), "")
+    return name or "none (the norm itself overflows)"

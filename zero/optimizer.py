@@ -15,7 +15,8 @@ import torch
 from ..errors import EngineError, LayoutError
 from ..parallel.collectives import Collectives
 from .backward import BackwardPass
-from .runs import Run, build_runs, split_run
+from .gradients import first_bad_parameter
+from .runs import Run, build_runs, copied_state, covered, split_run
 from .tiers.sub_groups import BySubGroups
 from .tiers.tiers import Tiers
 from .unit import Unit
@@ -139,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self._global_norm()
         self._ask_before_update()
         self.overflow = self.check_overflow and not math.isfinite(norm)
-        self.bad_parameter = self._first_bad_parameter() if self.overflow else None
+        self.bad_parameter = first_bad_parameter(self.units, self.comm, self.job) if self.overflow else None
         self.grad_norm = norm / self.scale.scale
         if not self.overflow:
             if self.before_write is not None:
@@ -265,27 +266,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for each in pending:
             each.wait()
 
-    def _first_bad_parameter(self) -> str:
-        """Return the name of the first parameter whose reduced gradient is not finite, the same on every rank."""
-        found = math.inf
-        base = 0
-        for unit in self.units:
-            gradients = unit.gradients
-            low, high = gradients.interval  # type: ignore[union-attr]
-            with unit.at_hand():
-                for part in unit.layout.slices(low, high):
-                    piece = gradients.owned[part.at : part.at + part.stop - part.start]  # type: ignore[union-attr, index]
-                    if base + part.extent < found and not bool(torch.isfinite(piece).all()):
-                        found = base + part.extent
-            base += len(unit.slots)
-        rows = self.comm.gather_rows(torch.tensor([found], dtype=torch.float64, device=self.comm.device))
-        first = rows.min().item()
-        names = [slot.name for unit in self.units for slot in unit.slots]
-        name = names[int(first)] if math.isfinite(first) else ""
-        if self.job is not self.comm:
-            name = next(filter(None, self.job.gather_objects(name)), "")
-        return name or "none (the norm itself overflows)"
-
     # ---- state of this rank
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         runs = []
         for run in self.runs:
             with run.unit.at_hand():
-                state = _copied(self.inner.state.get(run.tensor, {}), run)
+                state = copied_state(self.inner.state.get(run.tensor, {}), run)
             runs.append({"unit": run.unit.name, "start": run.start, "stop": run.stop, "group": run.group, "state": state})
         return {"param_groups": groups, "runs": runs}
 
@@ -313,9 +293,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if saved["unit"] not in by_name:
                 raise LayoutError(f"the saved optimizer state belongs to unit {saved['unit']!r}, which this model does not have")
             runs.append(Run(by_name[saved["unit"]], saved["group"], saved["start"], saved["stop"], whole=self._whole))
-        if _covered(runs) != _covered(self.runs):
+        if covered(runs) != covered(self.runs):
             raise LayoutError("the saved optimizer state covers other intervals than this rank owns: ranks, stage or model differ")
-        self.restart(runs, (_copied(saved["state"], run) for run, saved in zip(runs, state_dict["runs"], strict=True)))
+        self.restart(runs, (copied_state(saved["state"], run) for run, saved in zip(runs, state_dict["runs"], strict=True)))
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
 
@@ -420,21 +400,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Sharded({type(self.inner).__name__}, {len(self.runs)} runs on rank {self.comm.rank} of {self.comm.world})"
-
-
-def _copied(state: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Return a run's state, in memory of its own where that of the run comes and goes."""
-    if run.unit.residence is None:
-        return dict(state)
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-
-
-def _covered(runs: Sequence[Run]) -> set[tuple[str, int, int, int]]:
-    """Return the covered element spans with adjacent runs of one group joined, so that splits do not matter."""
-    spans: list[tuple[str, int, int, int]] = []
-    for run in sorted(runs, key=lambda r: (r.unit.name, r.start)):
-        if spans and spans[-1][0] == run.unit.name and spans[-1][1] == run.group and spans[-1][3] == run.start:
-            spans[-1] = (*spans[-1][:3], run.stop)
-        else:
-            spans.append((run.unit.name, run.group, run.start, run.stop))
-    return set(spans)

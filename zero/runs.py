@@ -150,3 +150,21 @@ def _cut_state(state: dict[str, Any], numel: int, start: int, stop: int) -> dict
         else:
             cut[key] = value
     return cut
+
+
+def copied_state(state: dict[str, Any], run: Run) -> dict[str, Any]:
+    """Return a run's state, in memory of its own where that of the run comes and goes."""
+    if run.unit.residence is None:
+        return dict(state)
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def covered(runs: Sequence[Run]) -> set[tuple[str, int, int, int]]:
+    """Return the covered element spans with adjacent runs of one group joined, so that splits do not matter."""
+    spans: list[tuple[str, int, int, int]] = []
+    for run in sorted(runs, key=lambda r: (r.unit.name, r.start)):
+        if spans and spans[-1][0] == run.unit.name and spans[-1][1] == run.group and spans[-1][3] == run.start:
+            spans[-1] = (*spans[-1][:3], run.stop)
+        else:
+            spans.append((run.unit.name, run.group, run.start, run.stop))
+    return set(spans)

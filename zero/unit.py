@@ -301,13 +301,16 @@ class Unit:
         self.note("gather starts (every rank takes the new values)")
         return self.comm.all_gather(self.full, self.layout.bounds, state="parameters", unit=self.name)
 
-    def take_up(self, values: torch.Tensor, start: int) -> None:
-        """Cast new master values of elements from `start` on into this rank's own part of the parameters, where that is in memory."""
+    def take_up(self, values: torch.Tensor, start: int, *, stays: bool = True) -> None:
+        """Cast new master values of elements from `start` on into this rank's own part of the parameters, where that is in memory.
+
+        Values that do not `stay` where they are after this call are waited for.
+        """
         if self.master_is_shard or (self.residence is not None and self.residence.shard is not None):
             return
         part, base = (self.shard, self.lo) if self.sharded else (self.full, 0)
         with torch.no_grad():
-            part[start - base : start - base + values.numel()].copy_(values, non_blocking=True)
+            part[start - base : start - base + values.numel()].copy_(values, non_blocking=stays)
 
     def refresh(self) -> None:
         """Drop gathered values that the shard has outgrown; gather anew where a context holds them. Whole ones stay."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from offload_jobs import OPTIMIZERS, offload, same, train
+from offload_jobs import OPTIMIZERS, offload, same, start, train
 
 PLACES = {"cpu": ("cpu", "none"), "nvme": ("nvme", "none"), "both": ("nvme", "nvme"), "params": ("none", "nvme")}
 
@@ -46,6 +46,29 @@ def test_bf16_with_accumulation_is_bit_identical(pools, plain, tmp_path, place):
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
 def test_whole_parameters_are_never_cut(pools, plain, tmp_path, optimizer):
     check(pools, plain, tmp_path, 2, "both", 3, optimizer)
+
+
+def count_runs(zero, **extra):
+    engine = start("wide", zero, **extra)
+    counts = len(engine.optimizer.runs), len({run.group for run in engine.optimizer.runs})
+    engine.destroy()
+    return counts
+
+
+@pytest.mark.parametrize("place", ["cpu", "both"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "muon"])
+def test_runs_that_are_cut_keep_the_bits(pools, plain, tmp_path, place, optimizer):
+    """Units of some 40,000 elements in sub-groups of 4,096, with a group for biases between the others."""
+    kind = OPTIMIZERS[optimizer] | ({} if optimizer == "muon" else {"no_decay": ["*.bias"]})
+    where, params = PLACES[place]
+    zero = offload(3, where, params, str(tmp_path))
+    wanted = pools(2).run(train, "wide", {"stage": 3}, optimizer, extra_optimizer=kind)
+    for mine, theirs in zip(pools(2).run(train, "wide", zero, optimizer, extra_optimizer=kind), wanted, strict=True):
+        same(mine, theirs, (place, optimizer))
+    if optimizer != "muon":  # whole matrices are not cut
+        whole, cut = (pools(2).run(count_runs, section, extra_optimizer=kind) for section in ({"stage": 3}, zero))
+        assert all(more > runs + 5 for (more, _), (runs, _) in zip(cut, whole, strict=True))
+        assert any(groups == 2 for _, groups in whole)
 
 
 @pytest.mark.full

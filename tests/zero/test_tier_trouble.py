@@ -57,6 +57,17 @@ def refusal_when_small(folder):
         return refusal(offload(3, *NVME, folder))
 
 
+def refusal_when_host_is_small():
+    with mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=50_000)):
+        return refusal(offload(2, "cpu"), bf16={"enabled": True})
+
+
+def test_a_host_too_small_is_refused_with_both_numbers(pools):
+    ((kind, message),) = pools(1).run(refusal_when_host_is_small)
+    assert kind == "ConfigError"
+    assert "109,312 bytes of host memory and 50,000 are available" in message  # 16 bytes for each of 6,832 elements
+
+
 def test_no_room_is_found_before_any_state_changes(pools, tmp_path):
     """Room is reserved while the states are built, so a drive that others fill meanwhile stops the start and not the training."""
     ((kind, message),) = pools(1).run(refusal_when_full, str(tmp_path))

@@ -301,7 +301,7 @@ class BySubGroups:
         unit: Unit = run.unit
         home: Residence | None = unit.residence
         if room is None or home is None or home.shard is None:
-            unit.take_up(run.tensor.detach().reshape(-1), run.start)
+            unit.take_up(run.tensor.detach().reshape(-1), run.start, stays=room is None)
         elif not home.shares_master:
             _part(work, (PARAMETERS, home.shard.dtype), run, room).copy_(run.tensor.detach().reshape(-1))
 
