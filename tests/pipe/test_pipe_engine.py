@@ -6,12 +6,11 @@ from typing import Any
 
 import pipe_jobs as jobs
 import pytest
+import stateroom
 import torch
+from stateroom.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.utils.data import Dataset
-
-import stateroom
-from stateroom.pipe import LayerSpec, PipelineModule
 
 
 class Numbered(Dataset):
@@ -33,7 +32,7 @@ def make(count: int = 2, stages: int = 2, loss: Any = jobs.loss_fn, specs: Any =
 
 
 def questions() -> dict[str, Any]:
-    engine, optimizer, _, _ = make(4)
+    engine, *_ = make(4)
     found = {
         "first": engine.is_first_stage(),
         "last": engine.is_last_stage(),
@@ -114,7 +113,7 @@ class Seen(nn.Module):
 def loading(way: str, samples: int) -> list[int]:
     specs = [LayerSpec(Seen), *jobs.layers()]
     more = {"training_data": Numbered(samples)} if way == "training_data" else {}
-    engine, _, loader, _ = make(2, specs=specs, cfg={**jobs.config(2), "seed": 1}, **more)
+    engine, *_ = make(2, specs=specs, cfg={**jobs.config(2), "seed": 1}, **more)
     if way == "set_dataloader":
         engine.set_dataloader(engine.deepspeed_io(Numbered(samples), route="eval"))
     if way == "set_dataiterator":
@@ -155,6 +154,27 @@ def test_the_interval_may_be_set_later_and_recomputation_happens(pools):
     """C40"""
     for counts in pools(2).run(counting, 0, 1):
         assert counts == [2, 4]
+
+
+def ledgers(schedule: str) -> list[tuple[Any, ...]]:
+    engine, *_ = make(4, cfg=jobs.config(4, pipeline={"schedule": schedule}))
+    for step in jobs.batches(2, 4, 1):  # the first step also tells shapes
+        engine.train_batch(iter(step[0]))
+    ledger = engine.ledger(show=False)
+    engine.destroy()
+    return [
+        (row.state, row.predicted_calls, row.counted_calls, row.predicted_bytes, row.counted_bytes)
+        for row in ledger.traffic
+        if row.kind == "send"
+    ]
+
+
+@pytest.mark.parametrize("schedule", ("1f1b", "interleaved-1f1b", "zbv"))
+def test_the_ledger_predicts_what_stages_send(pools, schedule):
+    for rows in pools(2).run(ledgers, schedule):
+        assert rows
+        for state, predicted_calls, calls, predicted_bytes, num_bytes in rows:
+            assert (predicted_calls, predicted_bytes) == (calls, num_bytes) and num_bytes == calls * 2 * 5 * 8 * 4, state
 
 
 def nan_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -215,5 +235,7 @@ def test_shapes_that_depend_on_values(pools):
     first, last = pools(2).run(by_value, True)
     assert first == last and float(first) > 0
     first, last = pools(2).run(by_value, False)
-    assert first.startswith("EngineError: the inputs of part 1 changed although the batch's shapes did not: [2, 4, 8] float32 before, [2, 2, 8]")
+    assert first.startswith(
+        "EngineError: the inputs of part 1 changed although the batch's shapes did not: [2, 4, 8] float32 before, [2, 2, 8]"
+    )
     assert last.startswith("RankError: rank 0 (stage 0) failed: the inputs of part 1 changed")
