@@ -191,9 +191,8 @@ def peer_seconds(args: argparse.Namespace) -> float | None:
 
 def show(found: dict[str, Any], args: argparse.Namespace, peer: float | None) -> None:
     """Print the table."""
-    print(
-        f"{args.stages} stages, {args.micro_batches} micro-batches of {args.rows} x {args.width}, {args.layers} layers; {args.rounds} rounds"
-    )
+    sizes = f"{args.micro_batches} micro-batches of {args.rows} x {args.width}"
+    print(f"{args.stages} stages, {sizes}, {args.layers} layers; {args.rounds} rounds")
     print(f"{'schedule':<18}{'ms/step':>9}{'idle, by stage':>22}{'simulated':>22}{'held':>12}{'predicted':>12}{'MB held':>10}")
     for name, figures in found.items():
         share = lambda values: " ".join(f"{100 * value:.1f} %" for value in values)  # noqa: E731

@@ -17,6 +17,7 @@ from ..pipe.post import ACTIVATIONS, GRADIENTS, Post
 from ..pipe.routes import messages, sent_bytes
 from ..pipe.schedules import Schedule, schedule
 from ..pipe.ties import Ties
+from ..pipe.topology import PipelineParallelGrid
 from ..zero.access import state_on_first_rank
 from .batches import cast_floating, loss_of, to_device
 from .data import RepeatingLoader
@@ -285,6 +286,11 @@ class PipelineEngine(Engine):
             self._repeating = self._repeating or RepeatingLoader(self.training_dataloader)
             return self._repeating
         return self._iterator
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """Where this rank stands."""
+        return self.cut.grid.seen_from(self.comm.rank, self.dp.group)
 
     def set_dataloader(self, loader: Any) -> None:
         """Take batches from a loader, again and again, where train_batch() is given none."""

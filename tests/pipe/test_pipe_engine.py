@@ -42,6 +42,7 @@ def questions() -> dict[str, Any]:
         "type": type(engine).__name__,
         "isinstance": isinstance(engine, stateroom.PipelineEngine) and isinstance(engine, stateroom.Engine),
         "layers": engine.module.own_layers,
+        "grid": (engine.grid.get_stage_id(), engine.grid.get_data_parallel_world_size(), engine.get_data_parallel_rank()),
     }
     engine.set_train_batch_size(4)
     found["steps"] = engine.gradient_accumulation_steps()
@@ -58,6 +59,7 @@ def test_an_engine_answers(pools):
     assert (first["first"], first["last"], last["first"], last["last"]) == (True, False, False, True)
     assert first["sizes"] == last["sizes"] == (8, 1, 2, (8, 2, 4)) and first["mesh"] == (2, 1, 1, 1, 1)
     assert first["type"] == "PipelineEngine" and first["isinstance"] and first["piped"]
+    assert (first["grid"], last["grid"]) == ((0, 1, 0), (1, 1, 0))
     assert first["layers"] + last["layers"] == list(range(9))
     assert first["steps"] == 2 and first["loss"] == last["loss"] and (first["micro_steps"], first["global_steps"]) == (2, 1)
 
