@@ -33,13 +33,32 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpip
 class Layer(nn.Module):
     """A residual layer that computes much and sends little."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, sleep_ms: float = 0.0) -> None:
         super().__init__()
+        self.sleep_s = sleep_ms / 1e3
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the stream after this layer."""
-        return x + self.down(torch.relu(self.up(x)))
+        x = x + self.down(torch.relu(self.up(x)))
+        return Work.apply(x, self.sleep_s) if self.sleep_s else x
+
+
+class Work(torch.autograd.Function):
+    """Takes the time that a large layer would, without needing the processor: shows waiting where processors are shared."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:  # type: ignore[override]
+        """Take one share."""
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """Take two: a backward is for inputs and for weights."""
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
 
 
 def loss_fn(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -72,7 +91,11 @@ def engines(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for schedule in args.schedules:
         net = PipelineModule(
-            [LayerSpec(Layer, args.width) for _ in range(args.layers)], args.stages, loss_fn=loss_fn, seed_layers=True, schedule=schedule
+            [LayerSpec(Layer, args.width, args.sleep_ms) for _ in range(args.layers)],
+            args.stages,
+            loss_fn=loss_fn,
+            seed_layers=True,
+            schedule=schedule,
         )
         found[schedule] = stateroom.initialize(model=net, config=config(args, schedule))[0]
     return found
@@ -211,6 +234,9 @@ def parse() -> argparse.Namespace:
     for name, value in (("micro_batches", 8), ("rounds", 10), ("width", 512), ("rows", 256), ("layers", 8), ("stages", 2)):
         parser.add_argument(f"--{name}", type=int, default=value, help="(default: %(default)s)")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="(default: all)")
+    parser.add_argument(
+        "--sleep_ms", type=float, default=0.0, help="let each layer take this long too, asleep; for schedules without halves"
+    )
     parser.add_argument("--peer_python", help="an interpreter that has DeepSpeed")
     parser.add_argument("--side", choices=("ours", "peer"), default="ours", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
