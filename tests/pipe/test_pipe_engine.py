@@ -91,7 +91,7 @@ def test_evaluation(pools):
     first, last = pools(2).run(evaluation)
     torch.manual_seed(0)
     net, data = jobs.Twin(jobs.layers()), jobs.batches(1, 3, 1, lengths=(4, 6, 5))[0][0]
-    want = [float(jobs.loss_fn(net(ids), labels)) for ids, labels in data]
+    want = [float(jobs.loss_fn(net(ids), labels).detach()) for ids, labels in data]
     for rank in (first, last):
         assert rank["each"] == pytest.approx(want, rel=1e-5)
         assert rank["mean"] == rank["again"] == pytest.approx(sum(want) / 3, rel=1e-5) and rank["sum"] == pytest.approx(sum(want), rel=1e-5)
