@@ -85,7 +85,7 @@ def initialize(
     model, compiled_with = _unwrap_compiled(model)
     device = local_device()
     _check_model(model, device)
-    _refuse_other_meshes(mpu, mesh_device, mesh_param)
+    _refuse_other_meshes(mpu, mesh_device, mesh_param, stages_of(model) or 1)
     cfg = _load_config(find_config(config, config_params, args), model, optimizer)
     run_dir = Path(cfg.run_dir) if cfg.run_dir and imagined_world() is None else None  # a dry run leaves nothing behind
     rank = torch.distributed.get_rank()
@@ -142,9 +142,9 @@ def _load_config(source: Any, model: nn.Module, optimizer: Any) -> Config:
     return cfg
 
 
-def _refuse_other_meshes(mpu: Any, mesh_device: Any, mesh_param: Any) -> None:
-    """Accept process grids that say what the engine does anyway: every rank is a data-parallel rank."""
-    world = torch.distributed.get_world_size()
+def _refuse_other_meshes(mpu: Any, mesh_device: Any, mesh_param: Any, stages: int) -> None:
+    """Accept process grids that say what the engine does anyway: all ranks of a stage are data-parallel ranks."""
+    world = torch.distributed.get_world_size() // stages
     sizes = {
         "mpu": mpu.get_data_parallel_world_size() if hasattr(mpu, "get_data_parallel_world_size") else None,
         "mesh_param": mesh_param[0] if isinstance(mesh_param, (tuple, list)) and mesh_param else None,

@@ -8,13 +8,16 @@ import torch
 
 from ..checkpoint.parts import Part
 from ..errors import EngineError
+from ..ledger import TrafficRow
+from ..parallel.collectives import Traffic
 from ..parallel.links import Links
 from ..pipe.executor import MicroBatch, Record
 from ..pipe.handover import gathered_on_first
-from ..pipe.post import Post
-from ..pipe.routes import messages
+from ..pipe.post import ACTIVATIONS, GRADIENTS, Post
+from ..pipe.routes import messages, sent_bytes
 from ..pipe.schedules import Schedule, schedule
 from ..pipe.ties import Ties
+from ..pipe.topology import PipelineParallelGrid
 from ..zero.access import state_on_first_rank
 from .batches import cast_floating, loss_of, to_device
 from .data import RepeatingLoader
@@ -23,6 +26,7 @@ from .pipeline_batches import Agreement, batch_kinds, pull, split_batch
 from .pipeline_setup import Cut
 from .pipeline_stage import run_stage
 from .recording import count_tokens
+from .reporting import step_traffic
 
 _NO_SINGLE = (
     "a pipelined model has no {} of its own: its stages work on several micro-batches at once. Call engine.train_batch(data_iter), "
@@ -49,6 +53,8 @@ class PipelineEngine(Engine):
         self._iterator: Any = None
         self._batch_fn: Any = None
         self._broken = ""
+        self._batch_kinds: list[Any] = []
+        self._sent: dict[Any, Traffic] = {}  # to other stages, in the last step
         if self.optimizer is not None:
             self.optimizer.on_reduced = ties.share
 
@@ -76,7 +82,9 @@ class PipelineEngine(Engine):
         self._thaw()
         began = self.timers.now()
         count = self.gradient_accumulation_steps()
+        before = {key: Traffic(t.calls, t.num_bytes, t.sent_bytes) for key, t in self.links.traffic.items()}
         losses, _ = self._run(self._source(data_iter), count, trains=True)
+        self._sent = step_traffic(before, self.links.traffic, (ACTIVATIONS, GRADIENTS))
         self.timers.add("schedule", began)
         loss = losses.mean()
         self._window_loss, self._window_count = loss.float().to(self.device), 1
@@ -155,6 +163,20 @@ class PipelineEngine(Engine):
         mine = state_on_first_rank(self.module, self.dp, exclude_frozen)
         return gathered_on_first(self.comm, [row[0] for row in self.cut.grid.ranks], mine)
 
+    def stage_traffic(self) -> list[TrafficRow]:
+        """Return what the last step sent to other stages, and what its schedule and shapes predict."""
+        if not self._sent or len(self._batch_kinds) != self.gradient_accumulation_steps():
+            return []
+        plan, kinds = self._plan(len(self._batch_kinds), True), self._batch_kinds
+        predicted = sent_bytes(plan, self.cut.stage, lambda part, number: self._known[part, kinds[number]])
+        rows = []
+        for kind, state in (("F", ACTIVATIONS), ("G", GRADIENTS)):
+            seen = self._sent.get(("send", state), Traffic())
+            calls, num_bytes = predicted[kind]
+            if calls or seen.calls:
+                rows.append(TrafficRow("send", state, calls, seen.calls, num_bytes, seen.num_bytes, seen.sent_bytes))
+        return rows
+
     # ---- one run of a schedule
 
     def _run(
@@ -170,6 +192,7 @@ class PipelineEngine(Engine):
         micro_batches = agreement.start(lambda: self._pull(source, count), count)
         kinds = [(self.training, trains, kind) for kind in agreement.kinds]
         self._settle_kinds(kinds)
+        self._batch_kinds = kinds
         post = Post(
             self.links,
             self.cut.chain,
@@ -264,6 +287,11 @@ class PipelineEngine(Engine):
             self._repeating = self._repeating or RepeatingLoader(self.training_dataloader)
             return self._repeating
         return self._iterator
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """Where this rank stands."""
+        return self.cut.grid.seen_from(self.comm.rank, self.dp.group)
 
     def set_dataloader(self, loader: Any) -> None:
         """Take batches from a loader, again and again, where train_batch() is given none."""

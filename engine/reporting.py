@@ -55,7 +55,7 @@ def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
         rank=engine.comm.rank,
         world=engine.comm.world,
         states=tuple(rows),
-        traffic=tuple(_traffic_rows(engine, records)),
+        traffic=(*_traffic_rows(engine, records), *engine.stage_traffic()),
         step=None if engine.costs is None else engine.costs.figures(hardware),
         model=None if engine.costs is None else engine.costs.shape(),
         moves=tuple(move_rows(engine, engine.last_step_moves)) if engine.sharded.tiers is not None else (),
@@ -63,11 +63,13 @@ def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
     )
 
 
-def step_traffic(before: dict[Any, Traffic], after: dict[Any, Traffic]) -> dict[tuple[str, str], Traffic]:
+def step_traffic(
+    before: dict[Any, Traffic], after: dict[Any, Traffic], states: Iterable[str] = STEP_STATES
+) -> dict[tuple[str, str], Traffic]:
     """Return what one step moved: the difference of two snapshots, without reading and evaluation."""
     found = {}
     for key, now in after.items():
-        if key[1] not in STEP_STATES:
+        if key[1] not in states:
             continue
         was = before.get(key, Traffic())
         delta = Traffic(now.calls - was.calls, now.num_bytes - was.num_bytes, now.sent_bytes - was.sent_bytes)
@@ -209,7 +211,7 @@ def _predicted_control(engine: Engine) -> dict[tuple[str, str], tuple[int, int]]
         return {}
     flags = sum(len(unit.slots) for unit in optimizer.units) + len(optimizer.units)
     row = 1 + len(optimizer.report)
-    return {
-        ("all_reduce", CONTROL): (1, flags * _FLAG_BYTES),
-        ("all_gather", CONTROL): (1, engine.comm.world * row * _ROW_BYTES),
-    }
+    found = {("all_reduce", CONTROL): (1, flags * _FLAG_BYTES)}
+    if engine.comm is engine.dp:  # else norms are summed over all stages, and counted there
+        found["all_gather", CONTROL] = (1, engine.comm.world * row * _ROW_BYTES)
+    return found

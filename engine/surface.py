@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.parts import Part
 from ..errors import ConfigError, EngineError
-from ..ledger import Ledger
+from ..ledger import Ledger, TrafficRow
 from ..parallel import Collectives, axis_sizes, build_mesh
 from ..zero.access import state_on_first_rank
 from . import resuming, saving, tracing
@@ -221,6 +221,10 @@ class EngineSurface:
         return saving.save_weights(self, Path(save_dir), save_filename, exclude_frozen_parameters)  # type: ignore[arg-type]
 
     save_fp16_model = save_16bit_model
+
+    def stage_traffic(self) -> list[TrafficRow]:
+        """Return what the last step sent to other stages of the model: nothing, without stages."""
+        return []
 
     @property
     def part(self) -> Part:

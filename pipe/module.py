@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,13 @@ from .ties import Tie
 from .topology import Grid, ProcessTopology
 from .weigh import Weight, weigh
 
-TIED = "tied_modules"
-
 
 class PipelineModule(nn.Module):
     """A list of layers, cut into stages. Each layer is called with what the one before it returned.
 
     Parameters are named by the layer's place in the whole list ("3.weight"), whatever the stages are, as in an
-    nn.Sequential of the same layers. On one stage the module can be called like one.
+    nn.Sequential of the same layers; tied layers by the place of the first of them. On one stage the module can be called
+    like one.
 
     Args:
         layers: LayerSpec (built only where it is needed), TiedLayerSpec, modules, and functions of one argument.
@@ -97,6 +96,7 @@ class PipelineModule(nn.Module):
         self._outlines: tuple[Any, ...] | None = None
         self.bounds: list[int] = []
         self.chunks, self.vee = 1, False
+        self.tied_modules: dict[str, nn.Module] = {}  # key -> module, of those on this stage
         self._calls: dict[int, Callable[[Any], Any]] = {}
         self.place(schedule, chunks, partition_method)
 
@@ -183,27 +183,33 @@ class PipelineModule(nn.Module):
     # ---- building
 
     def _build(self) -> None:
-        known = {name: child for name, child in self.named_children() if name != TIED}
-        tied = dict(getattr(self, TIED).items()) if hasattr(self, TIED) else {}
-        for name in [*known, *([TIED] if hasattr(self, TIED) else [])]:
+        known = dict(self.named_children())
+        for name in known:
             delattr(self, name)
-        self._calls = {}
-        holders = nn.ModuleDict()
+        self._calls, self.tied_modules = {}, {}
         for number in self.own_layers:
             layer = self.layer_specs[number]
             if isinstance(layer, TiedLayerSpec):
-                if layer.key not in holders:
-                    holders[layer.key] = tied.get(layer.key) or self._made(number)
-                layer.check(holders[layer.key])
-                self._calls[number] = _TiedCall(holders[layer.key], layer.forward_fn)
+                name = self.name_of_layer(number)
+                if layer.key not in self.tied_modules:
+                    self.add_module(name, known.get(name) or self._made(number))
+                    self.tied_modules[layer.key] = getattr(self, name)
+                layer.check(self.tied_modules[layer.key])
+                self._calls[number] = _TiedCall(self.tied_modules[layer.key], layer.forward_fn)
             elif isinstance(layer, (LayerSpec, nn.Module)):
                 module = known.get(self.layer_names[number]) or self._made(number)
                 self.add_module(self.layer_names[number], module)
                 self._calls[number] = module
             else:
                 self._calls[number] = layer
-        if len(holders):
-            self.add_module(TIED, holders)
+
+    def name_of_layer(self, number: int) -> str:
+        """Return the name under which a layer's parameters are known on every stage: its own, or that of the first it is tied to."""
+        layer = self.layer_specs[number]
+        if not isinstance(layer, TiedLayerSpec):
+            return self.layer_names[number]
+        tied = (at for at, other in enumerate(self.layer_specs) if isinstance(other, TiedLayerSpec) and other.key == layer.key)
+        return self.layer_names[next(tied)]
 
     def _made(self, number: int) -> nn.Module:
         layer = self.layer_specs[number]
@@ -217,19 +223,16 @@ class PipelineModule(nn.Module):
         return made
 
     def built_layers(self) -> dict[str, nn.Module]:
-        """Return the layers on this stage that were built from a description, by the name under which they are saved."""
-        found = {f"{TIED}.{key}": module for key, module in getattr(self, TIED).items()} if hasattr(self, TIED) else {}
-        specs = (number for number in self.own_layers if type(self.layer_specs[number]) is not TiedLayerSpec)
-        names = (self.layer_names[number] for number in specs if isinstance(self.layer_specs[number], LayerSpec))
-        return found | {name: getattr(self, name) for name in names}
+        """Return the layers on this stage that were built from a description, by name."""
+        names = {self.name_of_layer(number) for number in self.own_layers if isinstance(self.layer_specs[number], LayerSpec)}
+        return {name: getattr(self, name) for name in sorted(names)}
 
     def holders(self) -> dict[str, list[int]]:
         """Return layer -> stages that hold it, for layers that are built from a description."""
         found: dict[str, list[int]] = {}
         for number, layer in enumerate(self.layer_specs):
             if isinstance(layer, LayerSpec):
-                name = f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else self.layer_names[number]
-                found.setdefault(name, []).append(self.stage_of(number))
+                found.setdefault(self.name_of_layer(number), []).append(self.stage_of(number))
         return found
 
     # ---- what is shared between stages
@@ -237,14 +240,17 @@ class PipelineModule(nn.Module):
     def ties(self) -> list[Tie]:
         """Return the parameters that several stages use, the same list on every stage."""
         homes: dict[str, list[int]] = {}
+        keys: dict[str, str] = {}
         for number, layer in enumerate(self.layer_specs):
             if isinstance(layer, TiedLayerSpec):
-                homes.setdefault(layer.key, []).append(self.stage_of(number))
+                name = self.name_of_layer(number)
+                homes.setdefault(name, []).append(self.stage_of(number))
+                keys[name] = layer.key
         found = []
-        for key, stages in homes.items():
-            own = getattr(self, TIED)[key] if hasattr(self, TIED) and key in getattr(self, TIED) else None
-            params = [] if own is None else [(f"{TIED}.{key}.{name}", param) for name, param in own.named_parameters()]
-            found.append(Tie(f"{TIED}.{key}", tuple(dict.fromkeys(stages)), params))
+        for name, stages in homes.items():
+            own = self.tied_modules.get(keys[name])
+            params = [] if own is None else [(f"{name}.{key}", param) for key, param in own.named_parameters()]
+            found.append(Tie(name, tuple(dict.fromkeys(stages)), params))
         return found + self._ties_of_modules()
 
     def _ties_of_modules(self) -> list[Tie]:
@@ -325,12 +331,6 @@ class PipelineModule(nn.Module):
     def topology(self) -> Grid:
         """Return which ranks are the stages and copies."""
         return self.grid
-
-    def ckpt_layer_names(self) -> Iterator[str]:
-        """Yield the names under which this stage's layers are saved."""
-        for number in self.own_layers:
-            layer = self.layer_specs[number]
-            yield f"{TIED}.{layer.key}" if isinstance(layer, TiedLayerSpec) else self.layer_names[number]
 
     def extra_repr(self) -> str:
         """Say which layers are here."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
+from .payload import Spec
 from .schedules import Schedule
 
 
@@ -34,3 +37,18 @@ def messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
             if to != stage:
                 found.setdefault((stage, to), []).append(message)
     return found
+
+
+def sent_bytes(schedule: Schedule, stage: int, spec_of: Callable[[int, int], Spec]) -> dict[str, tuple[int, int]]:
+    """Return kind of message ("F", "G") -> (tensors, bytes) that a stage sends in one batch, descriptions left out.
+
+    Args:
+        spec_of: (part, micro-batch) -> description of the part's inputs.
+    """
+    totals = {"F": (0, 0), "G": (0, 0)}
+    for (source, _), found in messages(schedule).items():
+        for kind, part, number in found if source == stage else ():
+            leaves = spec_of(part, number).leaves if kind == "F" else spec_of(part + 1, number).wanting
+            calls, num_bytes = totals[kind]
+            totals[kind] = calls + len(leaves), num_bytes + sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return totals

@@ -153,6 +153,58 @@ class Grid:
         """Number of data-parallel ranks of each stage."""
         return len(self.ranks[0])
 
+    def seen_from(self, rank: int, data_group: Any = None) -> PipelineParallelGrid:
+        """Return the answers of DeepSpeed's grid object for a rank."""
+        return PipelineParallelGrid(self, rank, data_group)
+
     def at(self, rank: int) -> tuple[int, int]:
         """Return (stage, copy) of a rank."""
         return self._home[rank]
+
+
+class PipelineParallelGrid:
+    """Where a rank stands, under the names by which scripts ask DeepSpeed's grid (`engine.grid`)."""
+
+    def __init__(self, grid: Grid, rank: int, data_group: Any = None) -> None:
+        self._grid, self._rank, self._data_group = grid, rank, data_group
+        self._stage, self._copy = grid.at(rank)
+
+    def get_global_rank(self) -> int:
+        """Return the rank in the job."""
+        return self._rank
+
+    def get_stage_id(self) -> int:
+        """Return the stage."""
+        return self._stage
+
+    get_pipe_parallel_rank = get_stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Return the number of stages."""
+        return self._grid.stages
+
+    def get_data_parallel_id(self) -> int:
+        """Return which copy of the model this rank is in."""
+        return self._copy
+
+    get_data_parallel_rank = get_data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of copies."""
+        return self._grid.copies
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the process group of the ranks that hold this stage."""
+        return self._data_group
+
+    def get_model_parallel_rank(self) -> int:
+        """Return 0: no ranks share a matrix."""
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return 1: no ranks share a matrix."""
+        return 1
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """Return the rank that holds a stage of this rank's copy of the model."""
+        return self._grid.ranks[stage_id][self._copy]

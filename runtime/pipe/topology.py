@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ...pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from ...pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 
-__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]

@@ -46,14 +46,15 @@ class Twin(nn.Module):
 
     def __init__(self, specs: list[Any], seed: int = 1234) -> None:
         super().__init__()
-        self.tied_modules = nn.ModuleDict()
+        tied: dict[str, nn.Module] = {}
         self.steps: list[Any] = []
         for number, spec in enumerate(specs):
             torch.manual_seed(seed + number)
             if isinstance(spec, TiedLayerSpec):
-                if spec.key not in self.tied_modules:
-                    self.tied_modules[spec.key] = spec.build()
-                module = self.tied_modules[spec.key]
+                if spec.key not in tied:
+                    self.add_module(str(number), spec.build())
+                    tied[spec.key] = getattr(self, str(number))
+                module = tied[spec.key]
                 self.steps.append((lambda x, m=module, f=spec.forward_fn: f(m, x)) if spec.forward_fn else module)
             elif isinstance(spec, LayerSpec):
                 self.add_module(str(number), spec.build())

@@ -25,8 +25,17 @@ def check(kind, got, data):
     return want
 
 
-@pytest.mark.parametrize("name", ("1f1b", "interleaved-1f1b", "zbv"))
-@pytest.mark.parametrize("kind", ("tied", "untied", "listed", "named"))
+QUICK = {("tied", "1f1b"), ("tied", "zbv"), ("named", "1f1b"), ("listed", "interleaved-1f1b")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[] if (kind, name) in QUICK else pytest.mark.full)
+        for kind in ("tied", "untied", "listed", "named")
+        for name in ("1f1b", "interleaved-1f1b", "zbv")
+    ],
+)
 def test_models_of_layers(pools, kind, name):
     data = jobs.batches(5, 4, 1, lengths=(5, 7))
     got = pools(2).run(auto_jobs.cut, kind, data, config(schedule=name))
@@ -35,7 +44,7 @@ def test_models_of_layers(pools, kind, name):
     assert all(rank["numel"] < total for rank in got)  # no stage keeps the whole model
 
 
-@pytest.mark.parametrize("kind", ("llama", "gpt2"))
+@pytest.mark.parametrize("kind", ("llama", pytest.param("gpt2", marks=pytest.mark.full)))
 def test_models_of_transformers(pools, kind):
     pytest.importorskip("transformers")
     data = jobs.batches(3, 4, 1)
@@ -50,8 +59,9 @@ def test_four_ranks(pools, kind, stages):
     check(kind, pools(4).run(auto_jobs.cut, kind, data, {**config(stages=stages), "zero_optimization": {"stage": 1}}), data)
 
 
-@pytest.mark.parametrize("given", ("optimizer", "parameters"))
-@pytest.mark.parametrize("kind", ("tied", "listed"))
+@pytest.mark.parametrize(
+    ("kind", "given"), [("tied", "optimizer"), ("listed", "parameters"), pytest.param("tied", "parameters", marks=pytest.mark.full)]
+)
 def test_what_the_script_built_over_the_whole_model(pools, kind, given):
     data = jobs.batches(3, 4, 1)
     check(kind, pools(2).run(auto_jobs.cut, kind, data, config(), None, given), data)

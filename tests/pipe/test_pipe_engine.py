@@ -6,12 +6,11 @@ from typing import Any
 
 import pipe_jobs as jobs
 import pytest
+import stateroom
 import torch
+from stateroom.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.utils.data import Dataset
-
-import stateroom
-from stateroom.pipe import LayerSpec, PipelineModule
 
 
 class Numbered(Dataset):
@@ -33,7 +32,7 @@ def make(count: int = 2, stages: int = 2, loss: Any = jobs.loss_fn, specs: Any =
 
 
 def questions() -> dict[str, Any]:
-    engine, optimizer, _, _ = make(4)
+    engine, *_ = make(4)
     found = {
         "first": engine.is_first_stage(),
         "last": engine.is_last_stage(),
@@ -43,6 +42,7 @@ def questions() -> dict[str, Any]:
         "type": type(engine).__name__,
         "isinstance": isinstance(engine, stateroom.PipelineEngine) and isinstance(engine, stateroom.Engine),
         "layers": engine.module.own_layers,
+        "grid": (engine.grid.get_stage_id(), engine.grid.get_data_parallel_world_size(), engine.get_data_parallel_rank()),
     }
     engine.set_train_batch_size(4)
     found["steps"] = engine.gradient_accumulation_steps()
@@ -59,6 +59,7 @@ def test_an_engine_answers(pools):
     assert (first["first"], first["last"], last["first"], last["last"]) == (True, False, False, True)
     assert first["sizes"] == last["sizes"] == (8, 1, 2, (8, 2, 4)) and first["mesh"] == (2, 1, 1, 1, 1)
     assert first["type"] == "PipelineEngine" and first["isinstance"] and first["piped"]
+    assert (first["grid"], last["grid"]) == ((0, 1, 0), (1, 1, 0))
     assert first["layers"] + last["layers"] == list(range(9))
     assert first["steps"] == 2 and first["loss"] == last["loss"] and (first["micro_steps"], first["global_steps"]) == (2, 1)
 
@@ -90,7 +91,7 @@ def test_evaluation(pools):
     first, last = pools(2).run(evaluation)
     torch.manual_seed(0)
     net, data = jobs.Twin(jobs.layers()), jobs.batches(1, 3, 1, lengths=(4, 6, 5))[0][0]
-    want = [float(jobs.loss_fn(net(ids), labels)) for ids, labels in data]
+    want = [float(jobs.loss_fn(net(ids), labels).detach()) for ids, labels in data]
     for rank in (first, last):
         assert rank["each"] == pytest.approx(want, rel=1e-5)
         assert rank["mean"] == rank["again"] == pytest.approx(sum(want) / 3, rel=1e-5) and rank["sum"] == pytest.approx(sum(want), rel=1e-5)
@@ -114,7 +115,7 @@ class Seen(nn.Module):
 def loading(way: str, samples: int) -> list[int]:
     specs = [LayerSpec(Seen), *jobs.layers()]
     more = {"training_data": Numbered(samples)} if way == "training_data" else {}
-    engine, _, loader, _ = make(2, specs=specs, cfg={**jobs.config(2), "seed": 1}, **more)
+    engine, *_ = make(2, specs=specs, cfg={**jobs.config(2), "seed": 1}, **more)
     if way == "set_dataloader":
         engine.set_dataloader(engine.deepspeed_io(Numbered(samples), route="eval"))
     if way == "set_dataiterator":
@@ -155,6 +156,27 @@ def test_the_interval_may_be_set_later_and_recomputation_happens(pools):
     """C40"""
     for counts in pools(2).run(counting, 0, 1):
         assert counts == [2, 4]
+
+
+def ledgers(schedule: str) -> list[tuple[Any, ...]]:
+    engine, *_ = make(4, cfg=jobs.config(4, pipeline={"schedule": schedule}))
+    for step in jobs.batches(2, 4, 1):  # the first step also tells shapes
+        engine.train_batch(iter(step[0]))
+    ledger = engine.ledger(show=False)
+    engine.destroy()
+    return [
+        (row.state, row.predicted_calls, row.counted_calls, row.predicted_bytes, row.counted_bytes)
+        for row in ledger.traffic
+        if row.kind == "send"
+    ]
+
+
+@pytest.mark.parametrize("schedule", ("1f1b", "interleaved-1f1b", "zbv"))
+def test_the_ledger_predicts_what_stages_send(pools, schedule):
+    for rows in pools(2).run(ledgers, schedule):
+        assert rows
+        for state, predicted_calls, calls, predicted_bytes, num_bytes in rows:
+            assert (predicted_calls, predicted_bytes) == (calls, num_bytes) and num_bytes == calls * 2 * 5 * 8 * 4, state
 
 
 def nan_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -215,5 +237,7 @@ def test_shapes_that_depend_on_values(pools):
     first, last = pools(2).run(by_value, True)
     assert first == last and float(first) > 0
     first, last = pools(2).run(by_value, False)
-    assert first.startswith("EngineError: the inputs of part 1 changed although the batch's shapes did not: [2, 4, 8] float32 before, [2, 2, 8]")
+    assert first.startswith(
+        "EngineError: the inputs of part 1 changed although the batch's shapes did not: [2, 4, 8] float32 before, [2, 2, 8]"
+    )
     assert last.startswith("RankError: rank 0 (stage 0) failed: the inputs of part 1 changed")

@@ -67,9 +67,18 @@ def with_trap(where: str, place: int, at: int = 6) -> list[Any]:
     return specs
 
 
-@pytest.mark.parametrize("name", ("gpipe", "1f1b", "zbv"))
-@pytest.mark.parametrize("where", ("forward", "backward"))
-@pytest.mark.parametrize("place", (1, 6))
+QUICK = {("1f1b", "forward", 6), ("zbv", "backward", 6), ("gpipe", "forward", 1)}  # each ends its rank processes
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "place"),
+    [
+        pytest.param(name, where, place, marks=[] if (name, where, place) in QUICK else pytest.mark.full)
+        for name in ("gpipe", "1f1b", "zbv")
+        for where in ("forward", "backward")
+        for place in (1, 6)
+    ],
+)
 def test_a_stage_that_raises_ends_all(pools, name, where, place):
     cfg = jobs.config(4, pipeline={"schedule": name})
     got = pools(2).run(failing_run, with_trap(where, place), jobs.batches(3, 4, 1), cfg)
