@@ -60,6 +60,11 @@ class Record:
         self.timed_out = False
         self.storage = StorageWatch()
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the figures of the running step are those that are wanted: looking at every instant costs time."""
+        return self.job is not None and self.steps + 1 >= self.wanted
+
     def start_step(self) -> None:
         """Forget what belongs to the step before."""
         self.instants, self.own, self.flops = {}, {}, 0
@@ -97,10 +102,14 @@ class _Watcher:
         if record.steps >= record.wanted:
             raise _Enough
         record.start_step()
-        record.instants["between steps"] = record.storage.now("between steps")
+        if record.is_last:
+            record.storage.recount()
+            record.instants["between steps"] = record.storage.now("between steps")
 
     def _note(self, phase: str) -> None:
         """Keep a phase's fullest instant, or for forward its end, if no micro-batch before had more."""
+        if not self._record.is_last:
+            return
         instants, name = self._record.instants, _PHASES[phase]
         instant = self._record.storage.take_peak(name)
         if phase == "forward":
@@ -116,7 +125,7 @@ class _Watcher:
         self._in_backward = record.job is not None and in_backward()
         for tensor in _results(result):
             record.storage.take_in(tensor)
-        if record.job is not None:
+        if record.is_last:
             record.storage.sample(func.__name__)
         if func.namespace in _COLLECTIVES:
             self._collective(func, args, result)
