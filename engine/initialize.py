@@ -95,12 +95,7 @@ def initialize(
     regions = _regions(sharded, cfg, compiled_with)
     loader = _loader(training_data, collate_fn, cfg, comm)
     engine = Engine(sharded, sharded_optimizer, scheduler, cfg, scale, regions, progress, loss_fn, loader)
-    _write_run_dir(engine, run_dir)
-    _say_summary(engine)
-    comm.traffic.clear()  # the account of steps starts here
-    world = imagined_world()
-    if world is not None:
-        world.watcher.job(running_job(engine))
+    _open_account(engine, run_dir)
     return engine, sharded_optimizer, loader, scheduler
 
 
@@ -283,6 +278,16 @@ def _loader(training_data: Any, collate_fn: Any, cfg: Config, comm: Collectives)
 
 
 # ---- what is left behind
+
+
+def _open_account(engine: Engine, run_dir: Path | None) -> None:
+    """Say and write down what was built; the account of steps starts here."""
+    _write_run_dir(engine, run_dir)
+    _say_summary(engine)
+    engine.comm.traffic.clear()
+    world = imagined_world()
+    if world is not None:
+        world.watcher.job(running_job(engine))
 
 
 def _write_run_dir(engine: Engine, run_dir: Path | None) -> None:
