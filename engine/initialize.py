@@ -107,12 +107,7 @@ def initialize(
     loader = _loader(training_data, collate_fn, cfg, comm)
     made = (sharded, sharded_optimizer, scheduler, cfg, scale, regions, progress, loss_fn, loader, job)
     engine = Engine(*made) if cut is None or ties is None else pipelined(cut, ties, made)
-    _write_run_dir(engine, run_dir)
-    _say_summary(engine)
-    comm.traffic.clear()  # the account of steps starts here
-    world = imagined_world()
-    if world is not None:
-        world.watcher.job(running_job(engine))
+    _open_account(engine, run_dir)
     return engine, sharded_optimizer, loader, scheduler
 
 
@@ -321,6 +316,16 @@ def _loader(training_data: Any, collate_fn: Any, cfg: Config, comm: Collectives)
 
 
 # ---- what is left behind
+
+
+def _open_account(engine: Engine, run_dir: Path | None) -> None:
+    """Say and write down what was built; the account of steps starts here."""
+    _write_run_dir(engine, run_dir)
+    _say_summary(engine)
+    engine.dp.traffic.clear()
+    world = imagined_world()
+    if world is not None:
+        world.watcher.job(running_job(engine))
 
 
 def _write_run_dir(engine: Engine, run_dir: Path | None) -> None:

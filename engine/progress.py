@@ -115,7 +115,8 @@ class Progress:
     def step(self, record: dict[str, Any], tokens: int, phases: dict[str, float]) -> None:
         """Take note of one optimizer step; `record` has step, loss, lr, grad_norm, samples, skipped, loss_scale."""
         now = time.perf_counter()
-        step_s, self._last = now - self._last, now
+        is_accounted = record.get("account_step") == record["step"]  # an accelerator's step is accounted one step later
+        step_s, self._last = record["account_s"] if is_accounted else now - self._last, now
         self._samples += record["samples"]
         self._tokens += tokens
         for phase, seconds in phases.items():

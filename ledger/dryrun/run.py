@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
 import resource
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -38,6 +38,10 @@ class _Enough(BaseException):
     """Ends the script after the steps that were asked for; no Exception, so that scripts do not catch it."""
 
 
+class _TimeIsUp(BaseException):
+    """Ends a script that takes too long; no Exception, for the same reason."""
+
+
 class Record:
     """What one dry run has seen; the figures are of the last step that was run.
 
@@ -57,8 +61,12 @@ class Record:
         self.flops = 0
         self.steps = 0
         self.seconds = 0.0
-        self.timed_out = False
         self.storage = StorageWatch()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the figures of the running step are those that are wanted: looking at every instant costs time."""
+        return self.job is not None and self.steps + 1 >= self.wanted
 
     def start_step(self) -> None:
         """Forget what belongs to the step before."""
@@ -97,10 +105,14 @@ class _Watcher:
         if record.steps >= record.wanted:
             raise _Enough
         record.start_step()
-        record.instants["between steps"] = record.storage.now("between steps")
+        if record.is_last:
+            record.storage.recount()
+            record.instants["between steps"] = record.storage.now("between steps")
 
     def _note(self, phase: str) -> None:
         """Keep a phase's fullest instant, or for forward its end, if no micro-batch before had more."""
+        if not self._record.is_last:
+            return
         instants, name = self._record.instants, _PHASES[phase]
         instant = self._record.storage.take_peak(name)
         if phase == "forward":
@@ -116,7 +128,7 @@ class _Watcher:
         self._in_backward = record.job is not None and in_backward()
         for tensor in _results(result):
             record.storage.take_in(tensor)
-        if record.job is not None:
+        if record.is_last:
             record.storage.sample(func.__name__)
         if func.namespace in _COLLECTIVES:
             self._collective(func, args, result)
@@ -188,7 +200,7 @@ def dry_run(
         stack.enter_context(_silence("torch._subclasses.fake_tensor"))  # it logs the errors that are reported below
         for mode in (fake, Watch(fake, watcher.after), Answers()):
             stack.enter_context(mode)
-        with _time_limit(limit_s, record):
+        with _time_limit(limit_s):
             _run(path, record, limit_s, is_module)
     record.seconds = time.perf_counter() - began
     return record
@@ -205,10 +217,8 @@ def _run(path: Path, record: Record, limit_s: float, is_module: bool) -> None:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise ScriptProblem(f"{path} ended itself: {stop.code}{_where(stop, path)}") from stop
-    except KeyboardInterrupt as stop:
-        if record.timed_out:
-            raise ScriptProblem(f"{path} took no {record.wanted} steps in {limit_s:g} s (--limit){_where(stop, path)}") from None
-        raise
+    except _TimeIsUp as stop:
+        raise ScriptProblem(f"{path} took no {record.wanted} steps in {limit_s:g} s (--limit){_where(stop, path)}") from None
     except Exception as error:
         raise ScriptProblem(_explained(error, path, record)) from error
     if record.job is None:
@@ -295,20 +305,22 @@ def _silence(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _time_limit(limit_s: float, record: Record) -> Iterator[None]:
-    """Interrupt the main thread when the time is up."""
+def _time_limit(limit_s: float) -> Iterator[None]:
+    """End what runs in the main thread when the time is up; other threads have no alarm, and no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    def end() -> None:
-        record.timed_out = True
-        _thread.interrupt_main()
+    def end(number: int, frame: Any) -> None:
+        raise _TimeIsUp
 
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
     finally:
-        timer.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def host_bytes() -> int:

@@ -192,6 +192,18 @@ def test_what_stops_a_script_is_one_clear_message(tmp_path, trouble):
     assert expected in str(caught.value)
 
 
+def test_the_limit_holds_where_interrupts_are_ignored(tmp_path):
+    """As in a job that a shell has put into the background."""
+    import signal
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(Exception, match=r"took no 2 steps in 0.5 s"):
+            dry_run(script(tmp_path, "while True: pass"), [], 8, 3, limit_s=0.5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_missing_script_and_wrong_ranks_are_said(tmp_path, capsys):
     from stateroom.ledger.dryrun.cli import main
 
