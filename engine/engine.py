@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, EngineError
+from ..errors import EngineError
 from ..parallel import Collectives
 from ..parallel.collectives import Traffic
 from ..zero.backward import in_backward
@@ -341,21 +341,6 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
             yield
         finally:
             self._in_no_sync = False
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the accumulation steps so that one optimizer step uses `train_batch_size` samples.
-
-        Raises:
-            ConfigError: it is not a multiple of micro batch times ranks.
-        """
-        per_micro = self.train_micro_batch_size_per_gpu() * self.dp.world
-        if train_batch_size <= 0 or train_batch_size % per_micro:
-            raise ConfigError(
-                f"train batch {train_batch_size} is not a multiple of {per_micro} (micro batch {self.train_micro_batch_size_per_gpu()} x "
-                f"{self.dp.world} ranks); nearest legal: {max(1, train_batch_size // per_micro) * per_micro}"
-            )
-        update = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // per_micro}
-        self.config = self.config.model_copy(update=update)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients collected since the last update."""

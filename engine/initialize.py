@@ -79,33 +79,26 @@ def initialize(
         ConfigError: the config, the optimizer or the parameters cannot be honoured.
         EngineError: the model is on the wrong device, or belongs to another engine.
     """
-    if model is None or not isinstance(model, nn.Module):
-        raise EngineError(f"initialize needs model=, an nn.Module, got {type(model).__name__}")
-    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     model, compiled_with = _unwrap_compiled(model)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     device = local_device()
     _check_model(model, device)
     _refuse_other_meshes(mpu, mesh_device, mesh_param, stages_of(model) or 1)
     cfg = _load_config(find_config(config, config_params, args), model, optimizer)
     run_dir = Path(cfg.run_dir) if cfg.run_dir and imagined_world() is None else None  # a dry run leaves nothing behind
-    rank = torch.distributed.get_rank()
-    job = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
+    job = Collectives(None, device, _ring(run_dir, ".ring"))
     cut = cut_model(model, cfg, optimizer, model_parameters, job)
     model = model if cut is None else cut.module
     model_parameters = model_parameters if cut is None else cut.own_parameters(model_parameters)
-    comm = job if cut is None else cut.copies_of_stage(job, run_dir / "trace" / f"rank_{rank}.copies.ring" if run_dir else None)
+    comm = job if cut is None else cut.copies_of_stage(job, _ring(run_dir, ".copies.ring"))
     ties = None if cut is None else Ties(cut.ties(), cut.grid.ranks, cut.stage, device)
-    get_logger(cfg.log_level)
-    progress = Progress(rank, cfg.steps_per_print, run_dir, device, cfg.wall_clock_breakdown, cfg.memory_breakdown)
-    _say_notes(cfg, progress)
-    _apply_globals(cfg)
+    progress = _begin(cfg, job, run_dir)
     prepared = prepare(model, optimizer, model_parameters, cfg.optimizer, state_dtypes(cfg), fp32_states=not cfg.bf16.bf16_optimizer_states)
     tiers = tiers_of(cfg, model, prepared, comm, job, progress.say)
     sharded, sharded_optimizer, scale = _place(model, cfg, prepared, comm, job, ties, tiers)
     scheduler = _scheduler(lr_scheduler, cfg, sharded_optimizer, prepared)
-    regions = _regions(sharded, cfg, compiled_with)
     loader = _loader(training_data, collate_fn, cfg, comm)
-    made = (sharded, sharded_optimizer, scheduler, cfg, scale, regions, progress, loss_fn, loader, job)
+    made = (sharded, sharded_optimizer, scheduler, cfg, scale, _regions(sharded, cfg, compiled_with), progress, loss_fn, loader, job)
     engine = Engine(*made) if cut is None or ties is None else pipelined(cut, ties, made)
     _open_account(engine, run_dir)
     return engine, sharded_optimizer, loader, scheduler
@@ -161,6 +154,20 @@ def _facts(model: nn.Module, optimizer: Any) -> Facts:
     )
 
 
+def _ring(run_dir: Path | None, suffix: str) -> Path | None:
+    """Return where this rank's collectives are traced."""
+    return None if run_dir is None else run_dir / "trace" / f"rank_{torch.distributed.get_rank()}{suffix}"
+
+
+def _begin(cfg: Config, job: Collectives, run_dir: Path | None) -> Progress:
+    """Set what holds for the whole process, say what the config came to, and return what prints from now on."""
+    get_logger(cfg.log_level)
+    progress = Progress(job.rank, cfg.steps_per_print, run_dir, job.device, cfg.wall_clock_breakdown, cfg.memory_breakdown)
+    _say_notes(cfg, progress)
+    _apply_globals(cfg)
+    return progress
+
+
 def _say_notes(cfg: Config, progress: Progress) -> None:
     for note in cfg.notes:
         progress.say(f"config: {note.path}: {note.text}")
@@ -181,8 +188,10 @@ def _apply_globals(cfg: Config) -> None:
 # ---- model and optimizer
 
 
-def _unwrap_compiled(model: nn.Module) -> tuple[nn.Module, Any]:
+def _unwrap_compiled(model: nn.Module | None) -> tuple[nn.Module, Any]:
     """Return the user's own module and the compiler around it: hooks must stay outside what is compiled."""
+    if not isinstance(model, nn.Module):
+        raise EngineError(f"initialize needs model=, an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         return model._orig_mod, model.dynamo_ctx
     compiler = compiler_of(model._compiled_call_impl)

@@ -326,6 +326,22 @@ class EngineSurface:
             yield
         self.allreduce_gradients()
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps so that one optimizer step uses `train_batch_size` samples.
+
+        Raises:
+            ConfigError: it is not a multiple of micro batch times ranks.
+        """
+        micro = self.config.train_micro_batch_size_per_gpu
+        per_micro = micro * self.dp.world
+        if train_batch_size <= 0 or train_batch_size % per_micro:
+            raise ConfigError(
+                f"train batch {train_batch_size} is not a multiple of {per_micro} (micro batch {micro} x "
+                f"{self.dp.world} ranks); nearest legal: {max(1, train_batch_size // per_micro) * per_micro}"
+            )
+        update = {"train_batch_size": train_batch_size, "gradient_accumulation_steps": train_batch_size // per_micro}
+        self.config = self.config.model_copy(update=update)
+
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of one forward; the accumulation steps stay, the train batch follows."""
         if micro_batch_size <= 0:

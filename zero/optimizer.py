@@ -366,12 +366,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         known = {id(unit) for unit in self.units}
         fresh = [unit for unit in units if id(unit) not in known]
         runs = self._build(fresh, self._group_of, None, self._whole)
-        for unit in units:
-            if id(unit) in known:
-                old = [run for run in self.runs if run.unit is unit]
-                built = self._build([unit], self._group_of, None, self._whole)
-                new = [run for run in built if run.group == len(self.param_groups)]
-                runs += old + new
+        for unit in [unit for unit in units if id(unit) in known]:
+            built = self._build([unit], self._group_of, None, self._whole)
+            runs += [run for run in self.runs if run.unit is unit] + [run for run in built if run.group == len(self.param_groups)]
         return runs
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
