@@ -85,11 +85,11 @@ def initialize(
     cfg = _load_config(find_config(config, config_params, args), model, optimizer)
     run_dir = Path(cfg.run_dir) if cfg.run_dir else None
     rank = torch.distributed.get_rank()
-    job = Collectives(None, device, run_dir / "trace" / f"rank_{rank}.ring" if run_dir else None)
+    job = Collectives(None, device, _ring_path(run_dir, f"rank_{rank}"))
     cut = cut_model(model, cfg, optimizer, model_parameters, job)
-    model = model if cut is None else cut.module
-    model_parameters = model_parameters if cut is None else cut.own_parameters(model_parameters)
-    comm = job if cut is None else cut.copies_of_stage(job, run_dir / "trace" / f"rank_{rank}.copies.ring" if run_dir else None)
+    if cut is not None:
+        model, model_parameters = cut.module, cut.own_parameters(model_parameters)
+    comm = job if cut is None else cut.copies_of_stage(job, _ring_path(run_dir, f"rank_{rank}.copies"))
     ties = None if cut is None else Ties(cut.ties(), cut.grid.ranks, cut.stage, device)
     get_logger(cfg.log_level)
     progress = Progress(rank, cfg.steps_per_print, run_dir, device, cfg.wall_clock_breakdown, cfg.memory_breakdown)
@@ -106,6 +106,10 @@ def initialize(
     _say_summary(engine)
     comm.traffic.clear()  # the account of steps starts here
     return engine, sharded_optimizer, loader, scheduler
+
+
+def _ring_path(run_dir: Path | None, name: str) -> Path | None:
+    return run_dir / "trace" / f"{name}.ring" if run_dir else None
 
 
 def pipelined(cut: Cut, ties: Ties, made: tuple[Any, ...]) -> Engine:
