@@ -88,8 +88,8 @@ def initialize(
     run_dir = Path(cfg.run_dir) if cfg.run_dir and imagined_world() is None else None  # a dry run leaves nothing behind
     job = Collectives(None, device, _ring(run_dir, ".ring"))
     cut = cut_model(model, cfg, optimizer, model_parameters, job)
-    model = model if cut is None else cut.module
-    model_parameters = model_parameters if cut is None else cut.own_parameters(model_parameters)
+    if cut is not None:
+        model, model_parameters = cut.module, cut.own_parameters(model_parameters)
     comm = job if cut is None else cut.copies_of_stage(job, _ring(run_dir, ".copies.ring"))
     ties = None if cut is None else Ties(cut.ties(), cut.grid.ranks, cut.stage, device)
     progress = _begin(cfg, job, run_dir)

@@ -13,6 +13,7 @@ from stateroom.errors import ConfigError
 BATCH = {"train_batch_size": 8}
 # "auto" is a value of its own here: the part that uses the key decides
 NATIVE = {
+    "pipeline.split",
     "units.min_numel",
     "data_types.keep_in_fp32_modules",
     "zero_optimization.zenflow.select_strategy",

@@ -223,3 +223,37 @@ def plain_saving_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[st
         losses.append(float(engine.train_batch(iter(step[engine.get_data_parallel_rank()]))))
     engine.destroy()
     return losses
+
+
+class Table(nn.Module):
+    """An embedding inside a module of its own, as the fixture of DeepSpeed's pipeline has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(ids)
+
+
+def table_head(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x @ module.embedding.weight.t()  # type: ignore[operator, union-attr]
+
+
+def deepspeed_run(folder: str, stages: int) -> dict[str, Any]:
+    """Load a checkpoint that DeepSpeed's pipeline wrote, and take a step."""
+    specs = [
+        TiedLayerSpec("embed", Table, tied_weight_attr="embedding.weight"),
+        *(LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.LayerNorm, 6), LayerSpec(nn.Linear, 6, 6)),
+        TiedLayerSpec("embed", Table, forward_fn=table_head, tied_weight_attr="embedding.weight"),
+    ]
+    net = PipelineModule(specs, num_stages=stages, loss_fn=loss_fn)
+    cfg = {**config(2, stages), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
+    engine, *_ = stateroom.initialize(model=net, config=cfg)
+    _, client = engine.load_checkpoint(folder)
+    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    ids = torch.arange(8).view(2, 4)
+    losses = [float(engine.train_batch(iter([(ids, ids)] * 2))) for _ in range(2)]
+    found = {"weights": weights, "client": client, "steps": engine.global_steps, "losses": losses}
+    engine.destroy()
+    return found

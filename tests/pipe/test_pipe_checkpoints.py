@@ -9,6 +9,7 @@ import pipe_jobs as jobs
 import pytest
 import torch
 from stateroom.checkpoint import verify
+from stateroom.checkpoint.opener import open_source
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 AT, STEPS, COUNT = 3, 6, 4
@@ -76,3 +77,15 @@ def test_bf16_in_the_background(pools, tmp_path):
     got = pools(2).run(jobs.resuming_run, specs, data, cfg, str(tmp_path), AT)
     assert got[0]["losses"] == got[1]["losses"] == want[AT:]
     assert Path(got[0]["path"]).name == f"global_step{AT}"
+
+
+def test_what_deepspeeds_pipeline_wrote(pools):
+    folder = Path(__file__).parents[1] / "checkpoint" / "fixtures" / "pipe_fp32"
+    source = open_source(folder, None)
+    runs = [rank for stages in (1, 2) for rank in pools(stages).run(jobs.deepspeed_run, str(folder), stages)]
+    for rank in runs:
+        assert (rank["steps"], rank["client"]) == (4, source.client_state())
+        assert rank["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)
+        for name, value in rank["weights"].items():
+            assert torch.equal(value, source.tensor(name, source.best_weight(name)))
+    assert set(source.parameters) == {name for rank in runs[1:] for name in rank["weights"]}
