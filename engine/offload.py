@@ -50,8 +50,10 @@ def tiers_of(cfg: Config, model: nn.Module, prepared: Prepared | None, comm: Col
     trouble = ""
     try:
         needs = _needs(cfg, model, prepared, options, comm.world)
-        _check_host(needs["host"])
-        tiers.check(needs)
+        launch = read_launch()
+        ranks = 1 if launch is None else launch.local_world_size
+        _check_host(needs["host"], ranks)
+        tiers.check(needs, ranks)
     except Exception as error:  # told to all ranks: one that is left alone would wait for the others
         trouble = f"rank {comm.rank}: {error}"
     troubles = [text for text in comm.gather_objects(trouble) if text]
@@ -60,14 +62,12 @@ def tiers_of(cfg: Config, model: nn.Module, prepared: Prepared | None, comm: Col
     return tiers
 
 
-def _check_host(num_bytes: int) -> None:
+def _check_host(num_bytes: int, ranks: int) -> None:
     """Refuse what host memory cannot hold: the system would end the process later without a word.
 
     Raises:
         ConfigError: the ranks of this host need more than is available.
     """
-    launch = read_launch()
-    ranks = 1 if launch is None else launch.local_world_size
     available = psutil.virtual_memory().available
     if num_bytes * ranks > available:
         raise ConfigError(
