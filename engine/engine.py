@@ -110,7 +110,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self.last_step_traffic: dict[tuple[str, str], Traffic] = {}
         self._traffic_mark: dict[tuple[str, str], Traffic] = {}
         self.last_step_moves: MoveCounts = {}
-        self._moves_mark: MoveCounts = {}
+        self._moves_mark: MoveCounts = moves_now(self)  # what was moved to build the states is no part of a step
 
     # ---- forward
 

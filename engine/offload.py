@@ -56,8 +56,10 @@ def tiers_of(
     trouble = ""
     try:
         needs = _needs(cfg, model, prepared, options, comm.world)
-        _check_host(needs["host"])
-        tiers.check(needs)
+        launch = read_launch()
+        ranks = 1 if launch is None else launch.local_world_size
+        _check_host(needs["host"], ranks)
+        tiers.check(needs, ranks)
     except Exception as error:  # told to all ranks: one that is left alone would wait for the others
         trouble = f"rank {job.rank}: {error}"
     troubles = [text for text in job.gather_objects(trouble) if text]
@@ -66,14 +68,12 @@ def tiers_of(
     return tiers
 
 
-def _check_host(num_bytes: int) -> None:
+def _check_host(num_bytes: int, ranks: int) -> None:
     """Refuse what host memory cannot hold: the system would end the process later without a word.
 
     Raises:
         ConfigError: the ranks of this host need more than is available.
     """
-    launch = read_launch()
-    ranks = 1 if launch is None else launch.local_world_size
     available = psutil.virtual_memory().available
     if num_bytes * ranks > available:
         raise ConfigError(

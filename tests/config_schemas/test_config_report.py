@@ -88,6 +88,12 @@ def test_what_would_be_silently_different_is_named(extra: dict[str, Any]) -> Non
     assert len(load({**BATCH, **extra}, dp_world=2).unsupported()) == 1
 
 
+@pytest.mark.parametrize(("offload", "verdict"), [("none", "no effect here because nothing is offloaded"), ("cpu", "honoured")])
+def test_the_size_of_sub_groups_matters_only_with_offload(offload: str, verdict: str) -> None:
+    zero = {"stage": 3, "sub_group_size": 5e8, "offload_optimizer": {"device": offload}}
+    assert verdict_of(load({**BATCH, "zero_optimization": zero}, dp_world=1))["zero_optimization.sub_group_size"].startswith(verdict)
+
+
 def test_offload_of_what_the_stage_does_not_shard_has_no_effect() -> None:
     config = load({**BATCH, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, dp_world=1)
     assert config.unsupported() == []

@@ -51,6 +51,7 @@ def check(folder, layers, share):
     return found
 
 
+@pytest.mark.full
 def test_states_of_four_times_the_budget_train(tmp_path):
     check(tmp_path, 22, 4)
 

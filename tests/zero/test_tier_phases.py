@@ -45,9 +45,9 @@ def phases(zero, precision, include, between):
     return result, (before, away, after)
 
 
-@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("between", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.full), 3])
 def test_everything_goes_and_comes_back(pools, stage, precision, between):
     wanted = pools(2).run(train, "gpt", {"stage": stage}, "adamw", precision)
     for (result, (before, away, after)), plain in zip(
@@ -58,6 +58,7 @@ def test_everything_goes_and_comes_back(pools, stage, precision, between):
         assert away == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_alone(pools, kind):
     wanted = pools(2).run(train, "gpt", {"stage": 3}, "adamw", "bf16")

@@ -11,7 +11,11 @@ from offload_jobs import OPTIMIZERS, go_on, offload, start, states_of
 from torch import nn
 from training import config_for, master_weights
 
-PLACES = [(1, "nvme", "none"), (2, "nvme", "none"), (3, "nvme", "nvme"), (3, "cpu", "cpu"), (3, "none", "nvme")]
+PLACES = [
+    (1, "nvme", "none"),
+    (3, "nvme", "nvme"),
+    *(pytest.param(place, marks=pytest.mark.full) for place in [(2, "nvme", "none"), (3, "cpu", "cpu"), (3, "none", "nvme")]),
+]
 
 
 def results(engine):
@@ -62,7 +66,7 @@ def equal(found, wanted):
             assert torch.equal(mine[name], value), f"{name} is off by {(mine[name] - value).abs().max().item()}"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 @pytest.mark.parametrize("place", PLACES)
 def test_reads_and_writes_reach_what_rests_elsewhere(pools, tmp_path, place, precision):
     stage, optimizer, params = place

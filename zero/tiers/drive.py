@@ -145,8 +145,8 @@ class Drive:
     def __post_init__(self) -> None:
         weakref.finalize(self, _close_files, self._files)
 
-    def check(self, num_bytes: int) -> str | None:
-        """See that the folder can hold the files; return a line about what is not as it should be, if anything is.
+    def check(self, num_bytes: int, ranks: int = 1) -> str | None:
+        """See that the folder can hold `num_bytes` of each of the host's `ranks`; return a line about what is not as it should be.
 
         Raises:
             EngineError: it is missing, read-only or too small; nothing was written.
@@ -165,9 +165,9 @@ class Drive:
             ) from error
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
-        if num_bytes * _SPARE > free:
+        if num_bytes * ranks * _SPARE > free:
             raise EngineError(
-                f"nvme_path {str(self.folder)!r} has {free:,} bytes free, and rank {self.rank} needs {num_bytes:,} for its states; "
+                f"nvme_path {str(self.folder)!r} has {free:,} bytes free, and the states of {ranks} rank(s) need {num_bytes * ranks:,}; "
                 "make room, use another drive, or more ranks. Nothing was written"
             )
         return (

@@ -185,8 +185,8 @@ class Tiers:
             self._staging = Staging(self.options.param_buffers, size, self.pinned)
         return self._staging
 
-    def check(self, num_bytes: dict[str, int]) -> None:
-        """See before anything is built that the drives can hold bytes for `optimizer` and `params`.
+    def check(self, num_bytes: dict[str, int], ranks: int) -> None:
+        """See before anything is built that the drives can hold the bytes for `optimizer` and `params` of each of a host's ranks.
 
         Raises:
             EngineError: a folder is missing, read-only or too small.
@@ -196,7 +196,7 @@ class Tiers:
             if path is not None:
                 needed[path] = needed.get(path, 0) + num_bytes.get(kind, 0)
         for path, size in needed.items():
-            line = self._drive(path).check(size)
+            line = self._drive(path).check(size, ranks)
             if line:
                 self._say(f"offload: {line}")
 
