@@ -122,7 +122,9 @@ def kill_many_times(folder, kills, use_async, same_tag, seed):
     return steps
 
 
-@pytest.mark.parametrize(("use_async", "same_tag"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("use_async", "same_tag"), [(True, False), *(pytest.param(False, same, marks=pytest.mark.full) for same in (False, True))]
+)
 def test_a_job_killed_while_it_saves_loads_again(tmp_path, use_async, same_tag):
     steps = kill_many_times(tmp_path, 4, use_async, same_tag, 1)
     assert steps == sorted(steps) and steps[-1] > steps[0]

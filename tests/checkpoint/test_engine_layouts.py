@@ -104,7 +104,8 @@ def stored(folder):
     return {**tensors, "beside": sorted(beside)}
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.full), "odd"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt", "odd"])
 def test_a_chain_of_layouts_returns_the_same_bytes(pools, tmp_path, name):
     """2 -> 3 -> 1 -> 4 ranks over stages 2, 3, 0, 1."""
     chain = [(2, 2), (3, 3), (1, 0), (4, 1)]

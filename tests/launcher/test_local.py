@@ -165,7 +165,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["static", "c10d"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("c10d", marks=pytest.mark.full)])
 def test_restarts_are_counted_and_plain_torch_meets_again(tmp_path: Path, kind: str) -> None:
     done = launch(tmp_path, AGAIN, "--num_gpus", "2", "--max_restarts", "2", "--rdzv_backend", kind, args=("2",))
     assert done.returncode == 0, done.stderr

@@ -72,8 +72,9 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def by(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", names, indirect=True)
+def by(first: str, *others: str) -> pytest.MarkDecorator:
+    """One runner in every run of the tests, the others with the exhaustive matrix."""
+    return pytest.mark.parametrize("name", [first, *(pytest.param(name, marks=pytest.mark.full) for name in others)], indirect=True)
 
 
 MEET = """
@@ -88,7 +89,7 @@ dist.destroy_process_group()
 """
 
 
-@by("slurm", "pdsh")
+@by("pdsh", "slurm")
 def test_ranks_meet_and_their_lines_come_back(name: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(MEET)
     options, env = way(name, tmp_path)
@@ -108,7 +109,7 @@ time.sleep(100)
 """
 
 
-@by("slurm", "openmpi", "mpich", "pdsh")
+@by("openmpi", "slurm", "mpich", "pdsh")
 def test_a_failure_ends_all_and_is_told_last(name: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(FAIL)
     options, env = way(name, tmp_path)
@@ -187,7 +188,7 @@ def launchers(folder: Path, count: int, options: list[str], script: list[str]) -
             process.communicate()
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_launchers_on_each_host_start_again_together(tmp_path: Path, failing: int) -> None:
     """Whichever fails, both count the same attempt, also the one whose rank only slept."""
     (tmp_path / "job.py").write_text(AGAIN)
@@ -211,6 +212,7 @@ def test_a_launcher_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert not alive(tmp_path / "pid-1")
 
 
+@pytest.mark.full
 def test_an_elastic_job_goes_on_without_a_launcher_that_dies(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(AGAIN.replace("os._exit(9)", "time.sleep(100)"))
     options = ["--master_port", free_port(), "--max_restarts", "1", "--elastic_training", "--heartbeat_timeout", "3"]

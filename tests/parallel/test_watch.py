@@ -138,7 +138,7 @@ def test_ranks_that_use_different_units_end_with_both_names(tmp_path):
     assert f"exitcode  : {EXIT_STATUS}" in done.stderr or f"(exitcode: {EXIT_STATUS})" in done.stderr
 
 
-@pytest.mark.parametrize("stage", ["1", "3"])
+@pytest.mark.parametrize("stage", [pytest.param("1", marks=pytest.mark.full), "3"])
 def test_a_rank_with_fewer_batches_ends_all_with_the_way_out(tmp_path, stage):
     """P05: rank 1 leaves the loop and waits in a barrier of the script's own."""
     done, seconds = run(tmp_path, stage, "uneven")
@@ -150,7 +150,7 @@ def test_a_rank_with_fewer_batches_ends_all_with_the_way_out(tmp_path, stage):
         assert "rank 1 waits in torch.distributed.barrier at" in line and "job.py:" in line and "engine.together" in line
 
 
-@pytest.mark.parametrize(("stage", "case"), [("2", "apart"), ("3", "slow")])
+@pytest.mark.parametrize(("stage", "case"), [("2", "apart"), pytest.param("3", "slow", marks=pytest.mark.full)])
 def test_what_is_allowed_is_not_ended(tmp_path, stage, case):
     """Stages 0 to 2 let ranks differ; a rank that is slow for longer than the patience is waited for."""
     done, _ = run(tmp_path, stage, case)

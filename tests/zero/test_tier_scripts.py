@@ -105,7 +105,7 @@ def unused(zero, grow):
     return results(engine)
 
 
-@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("grow", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("place", PLACES)
 def test_unused_and_unfrozen_parameters(pools, tmp_path, place, grow):
     stage, optimizer, params = place

@@ -108,7 +108,7 @@ def errors_of_a_failing_drive(folder, call, after):
 
 
 @pytest.mark.parametrize(("call", "what"), [("pwrite", "written"), ("preadv", "read")])
-@pytest.mark.parametrize("after", [0, 3, 9])
+@pytest.mark.parametrize("after", [0, *(pytest.param(after, marks=pytest.mark.full) for after in (3, 9))])
 def test_a_failing_drive_stops_the_step_with_its_name(pools, tmp_path, call, what, after):
     (((kind, message), losses),) = pools(1).run(errors_of_a_failing_drive, str(tmp_path), call, after)
     assert kind == "EngineError", message
@@ -238,6 +238,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_no_file_and_no_bytes(pools, tmp_path):
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     script = KILLED.format(tests=tests, folder=str(tmp_path))
