@@ -92,10 +92,10 @@ def end_of(name, stage, folder):
 
 
 ENDED = [name for name, case in CASES.items() if case.refused.get(3) == OUT_OF_STEP]
-QUICK = "DifferentDepths"
 
 
-@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in ENDED if name != QUICK)])
+@pytest.mark.full  # the quick part has one such case in tests/parallel/test_watch.py
+@pytest.mark.parametrize("name", ENDED)
 def test_c09_p04_ranks_in_other_units_end_with_both_names(tmp_path, name):
     """Never a hang and never a wrong number: each rank ends within a minute and says which unit it and the other wait for."""
     began = time.monotonic()

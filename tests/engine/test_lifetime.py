@@ -63,7 +63,7 @@ def many_steps(stage):
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_long_run_keeps_no_more_objects(pools, stage):
     for early, late in pools(2).run(many_steps, stage):
         assert late - early < 30  # a leak of one object a step would be 100

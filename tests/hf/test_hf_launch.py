@@ -45,6 +45,7 @@ def test_torchrun_starts_it_as_a_module(tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.full
 def test_the_example_runs_under_stateroom_s_launcher(tmp_path):
     options = ("--deepspeed", str(EXAMPLE / "zero3.json"), "--use_cpu", "--output_dir", "out", "--max_steps", "8", "--logging_steps", "1")
     quick = (

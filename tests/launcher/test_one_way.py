@@ -188,7 +188,8 @@ def launchers(folder: Path, count: int, options: list[str], script: list[str]) -
             process.communicate()
 
 
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("failing", [0, 1])
 def test_launchers_on_each_host_start_again_together(tmp_path: Path, failing: int) -> None:
     """Whichever fails, both count the same attempt, also the one whose rank only slept."""
     (tmp_path / "job.py").write_text(AGAIN)

@@ -67,6 +67,7 @@ if not again:
 """
 
 
+@pytest.mark.full
 def test_after_a_restart_under_plain_torchrun_hosts_need_not_count_alike(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     env = {**os.environ, "STATEROOM_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -216,6 +216,7 @@ def two_engines_in_one_folder(folder):
     return *result, still, len(open_in(folder))
 
 
+@pytest.mark.full
 def test_runs_in_one_folder_do_not_meet_and_leave_nothing(pools, tmp_path):
     wanted = [pools(2).run(train, "gpt", {"stage": 3}), pools(2).run(train, "mlp", {"stage": 3}, "momentum")]
     for rank, (losses, gpt, mlp, listed, still, left) in enumerate(pools(2).run(two_engines_in_one_folder, str(tmp_path))):
