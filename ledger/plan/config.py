@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..job import Job, Layout
+from ..pipeline import schedule_named
 from ..problems import LedgerError
 
 if TYPE_CHECKING:
     from ...config_schemas.root import Config
+
+
+# schedules as the ledger's formulas name them -> as the engine does
+_SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "zb-h1": "zero-bubble", "zb-v": "zbv"}
 
 
 def config_of(job: Job) -> dict[str, Any]:
@@ -32,6 +37,9 @@ def config_of(job: Job) -> dict[str, Any]:
              "ep": layout.ep,
         },
     }  # fmt: skip
+    if layout.pp > 1:
+        schedule = "interleaved-1f1b" if layout.vp > 1 else _SCHEDULES.get(schedule_named(layout.schedule).name, "1f1b")
+        found["pipeline"] = {"stages": layout.pp, "schedule": schedule, "chunks": layout.vp, "split": "auto"}
     if layout.param in ("bf16", "fp16"):
         found[layout.param] = {"enabled": True}
         found["data_types"] = {"grad_accum_dtype": layout.grad}
@@ -43,8 +51,8 @@ def config_of(job: Job) -> dict[str, Any]:
 def notes_of(job: Job) -> list[str]:
     """Return what a config cannot say about a layout, one a line."""
     layout, found = job.layout, []
-    if layout.vp > 1:
-        found.append(f"the pipeline runs {layout.vp} chunks a stage (interleaved {layout.schedule}); no config key holds this yet")
+    if layout.pp > 1 and schedule_named(layout.schedule).name not in _SCHEDULES:
+        found.append(f"the schedule {layout.schedule} is not one that the engine runs: the config says 1f1b")
     if layout.loss_chunks > 1:
         found.append(f"the loss is computed in {layout.loss_chunks} chunks by the model's own code")
     return found
@@ -93,8 +101,13 @@ def layout_of(config: Config, ranks: int) -> Layout:
         wire=config.communication_data_type, master=None if narrow or param == "fp32" else "fp32", first=moments, second=moments,
         compute=param if param != "fp32" else (config.torch_autocast.dtype or "bf16") if config.torch_autocast.enabled else "fp32",
         optimizer_tier=_tier(zero.offload_optimizer.device), parameter_tier=_tier(zero.offload_param.device),
-        sequence_parallel=tp > 1,
+        sequence_parallel=tp > 1, vp=config.pipeline.chunks, schedule=_schedule(config.pipeline.schedule),
     )  # fmt: skip
+
+
+def _schedule(name: str) -> str:
+    """Return the formula for one of the engine's schedules; chunks are counted apart."""
+    return next((ours for ours, theirs in _SCHEDULES.items() if theirs == name), "1f1b")
 
 
 def _tier(device: str) -> str:
