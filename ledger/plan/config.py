@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..job import Job, Layout
-from ..pipeline import schedule_named
+from ..pipeline.formulas import schedule_named
 from ..problems import LedgerError
 
 if TYPE_CHECKING:
