@@ -60,7 +60,7 @@ class Job:
             "steps_per_print": 10**9,
         }
 
-    def update(self, forward: Callable[..., torch.Tensor], params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def update(self, params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Clip, step, forget."""
         if self.args.clip:
             torch.nn.utils.clip_grad_norm_(params, self.args.clip)
@@ -119,7 +119,7 @@ def ddp_step(job: Job) -> Step:
 
     def step() -> None:
         job.accumulate(_autocast(job, model), sync)
-        job.update(model, params, optimizer)
+        job.update(params, optimizer)
 
     return step
 
@@ -138,7 +138,7 @@ def fsdp2_step(job: Job, reshard: bool) -> Step:
 
     def step() -> None:
         job.accumulate(model, model.set_requires_gradient_sync)  # type: ignore[attr-defined]
-        job.update(model, params, optimizer)
+        job.update(params, optimizer)
 
     return step
 
