@@ -34,6 +34,7 @@ _LOCAL, _CENTRAL, _END, _DESCRIPTOR = (struct.Struct(form) for form in ("<4s5H3I
 _SIZE_LATER = 8  # flag: CRC and size stand behind the data
 _DOS_DATE = 33  # 1980-01-01, the first that zip knows
 _HEADER_BYTES, _AXIS_BYTES = 448, 20
+_AROUND_PICKLE_BYTES = sum(_LOCAL.size + len(name) for name in (_PICKLE, _ORDER, _VERSION, _DATA)) + sum(len(c) for _, c in _SMALL) + 4
 TRAILER_BYTES = _DESCRIPTOR.size + _END.size + sum(_CENTRAL.size + len(name) for name in (_PICKLE, _ORDER, _VERSION, _DATA))
 
 
@@ -53,22 +54,29 @@ FRAMING = Framing(header_bytes, TRAILER_BYTES, ALIGN, ITEM_LIMIT_BYTES)
 @lru_cache(4096)
 def item_frame(sizes: tuple[int, ...], dtype: torch.dtype) -> ItemFrame:
     """Return what goes around the data of a tensor of shape `sizes`."""
-    return ItemFrame(_pickled(sizes, dtype), len(sizes), prod(sizes) * dtype.itemsize)
+    return ItemFrame(pickled(TensorMark(sizes, dtype)), prod(sizes) * dtype.itemsize, header_bytes(len(sizes)))
 
 
 class ItemFrame:
-    """Header and trailer of one item."""
+    """Header and trailer of one item.
 
-    def __init__(self, pickled: bytes, num_axes: int, data_bytes: int) -> None:
+    Args:
+        structure: the pickle, in which storage 0 is the data.
+        data_bytes: length of the data.
+        length: bytes in front of the data; default: as few as hold the pickle and let the data begin at an aligned place.
+    """
+
+    def __init__(self, structure: bytes, data_bytes: int, length: int | None = None) -> None:
         self._members: list[tuple[str, int, int, int]] = []  # name, CRC, size, offset
         self._data_bytes = data_bytes
-        length = header_bytes(num_axes)
+        if length is None:
+            length = -(-(_AROUND_PICKLE_BYTES + len(structure)) // ALIGN) * ALIGN
         header = bytearray()
-        for name, content in ((_PICKLE, pickled), *_SMALL):
+        for name, content in ((_PICKLE, structure), *_SMALL):
             self._add(header, name, zlib.crc32(content), len(content))
             header += content
         room = length - len(header) - _LOCAL.size - len(_DATA)
-        assert room >= 4, f"an item's header has no room for {num_axes} axes"
+        assert room >= 4, f"an item's header of {length} bytes has no room for a pickle of {len(structure)}"
         self._add(header, _DATA, 0, data_bytes, extra=b"FB" + struct.pack("<H", room - 4) + b"Z" * (room - 4))
         self.header = bytes(header)
 
@@ -96,30 +104,24 @@ class ItemFrame:
 class _Storage:
     """Stands for the storage of the tensor in its pickle."""
 
+    def __init__(self, dtype: torch.dtype, numel: int) -> None:
+        kind = _storage_class(dtype)
+        # torch.load names a storage by its class, key, device and number of elements
+        self.id = ("storage", kind, "0", "cpu", numel * (dtype.itemsize if kind is torch.UntypedStorage else 1))
 
-class _Tensor:
-    """Pickles as a contiguous tensor over storage 0."""
+
+class TensorMark:
+    """Pickles as a contiguous tensor of this shape over storage 0."""
 
     def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
         self.sizes, self.dtype = sizes, dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
         strides = tuple(prod(self.sizes[axis + 1 :]) for axis in range(len(self.sizes)))
-        common: tuple[Any, ...] = (_Storage(), 0, self.sizes, strides, False, OrderedDict())
+        common: tuple[Any, ...] = (_Storage(self.dtype, prod(self.sizes)), 0, self.sizes, strides, False, OrderedDict())
         if _storage_class(self.dtype) is torch.UntypedStorage:
             return torch._utils._rebuild_tensor_v3, (*common, self.dtype)
         return torch._utils._rebuild_tensor_v2, common
-
-
-class _Pickler(pickle.Pickler):
-    """torch.load names a storage by its class, key, device and number of elements."""
-
-    def __init__(self, file: io.BytesIO, dtype: torch.dtype, numel: int) -> None:
-        super().__init__(file, protocol=2)
-        self._id = ("storage", _storage_class(dtype), "0", "cpu", numel)
-
-    def persistent_id(self, value: Any) -> Any:
-        return self._id if isinstance(value, _Storage) else None
 
 
 def _storage_class(dtype: torch.dtype) -> type:
@@ -127,10 +129,22 @@ def _storage_class(dtype: torch.dtype) -> type:
     return torch.UntypedStorage if found is None else getattr(torch, found)
 
 
-def _pickled(sizes: tuple[int, ...], dtype: torch.dtype) -> bytes:
+class WithStorages:
+    """What a pickler of structures with a `TensorMark` has beside its base."""
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return how torch.load finds the storage."""
+        return value.id if isinstance(value, _Storage) else None
+
+
+class _Pickler(WithStorages, pickle.Pickler):
+    """The one for structures of plain things."""
+
+
+def pickled(value: Any, pickler: Any = _Pickler) -> bytes:
+    """Return the pickle that torch.save would write of a structure with one tensor, for which a `TensorMark` stands."""
     file = io.BytesIO()
-    numel = prod(sizes) * (dtype.itemsize if _storage_class(dtype) is torch.UntypedStorage else 1)
-    _Pickler(file, dtype, numel).dump(_Tensor(sizes, dtype))
+    pickler(file, protocol=2).dump(value)
     return file.getvalue()
 
 

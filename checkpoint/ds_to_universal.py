@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--input_folder", required=True, metavar="IN", help="directory of tags, or the folder of one tag")
     made.add_argument("--output_folder", required=True, metavar="OUT", help="directory to make; latest_universal beside it will name it")
     made.add_argument("--tag", metavar="T", help="which checkpoint in IN; default: the one that `latest` names")
-    made.add_argument("--num_workers", type=_positive, metavar="N", help="processes; each holds one state of one parameter")
+    made.add_argument("--num_workers", type=_positive, metavar="N", help="threads; each holds one state of one parameter")
     made.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="ZeRO stage of the DeepSpeed run that will load it; default: IN's")
     made.add_argument("--no_strict", dest="strict", action="store_false", help="leave out states that are missing in part, with a remark")
     made.add_argument(
@@ -89,7 +89,7 @@ def _explained(args: argparse.Namespace) -> list[str]:
     if args.inject_missing_state:
         lines.append("--inject_missing_state has no effect: rules are only needed under tensor parallelism, and cannot be made up there")
     if args.num_workers is None and (args.num_extract_workers or args.num_merge_workers):
-        lines.append(f"extracting and merging are one pass here, by {_workers(args)} process(es)")
+        lines.append(f"extracting and merging are one pass here, by {_workers(args)} thread(s)")
     return lines
 
 

@@ -13,7 +13,7 @@ from .pickles import Stored
 
 
 class Elements(Protocol):
-    """A flat, row-major sequence of elements in files. Small, immutable and picklable: workers are handed these."""
+    """A flat, row-major sequence of elements in files. Small and immutable; several threads may fill from one at a time."""
 
     @property
     def numel(self) -> int:

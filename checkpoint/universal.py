@@ -1,4 +1,4 @@
-"""Any checkpoint to DeepSpeed's universal layout: streaming, in several processes, and going on where it was stopped."""
+"""Any checkpoint to DeepSpeed's universal layout: streaming, by several threads, and going on where it was stopped."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..version import __version__
-from . import processes, universal_work
+from . import universal_work
 from .batch import sync
 from .opener import LATEST_UNIVERSAL, open_source
 from .progress import Progress, size
 from .source import Source
 from .universal_plan import ZERO, File, plan
+from .workers import each
 
 PLAN, LOCK = "plan.json", "lock"
-SPAWN_BYTES = 256 << 20  # below this one process has done it before another has started
+MOST_THREADS = 4  # by default: more of them wait for the same disk
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ def convert_to_universal(
     """Write a universal checkpoint and let `latest_universal` beside it name it.
 
     The output appears under its name when it is complete; until then it grows in a hidden folder beside it, from which a
-    second call with the same input goes on. At any time each process holds one state of one parameter.
+    second call with the same input goes on. At any time each thread holds one state of one parameter.
 
     Args:
         input_folder: a checkpoint of Stateroom or DeepSpeed, or a universal one; see `open_source`.
         output_folder: the directory to make.
         tag: which checkpoint in `input_folder`; default: the latest.
-        num_workers: processes; default: one for each core, four at most.
+        num_workers: threads; default: one for each core, four at most.
         stage: ZeRO stage of the DeepSpeed run that will load it (0 to 3); default: the one that wrote it.
         strict: refuse a checkpoint with missing states, else leave them out.
         inert: see `open_source`.
@@ -82,14 +83,11 @@ def convert_to_universal(
         _name(target)
         return Converted(target, len(files), sum(file.num_bytes for file in files), len(files), remarks, time.monotonic() - begun)
     folder = target.with_name(f".{target.name}.converting")
-    with _locked(folder, say) as lock:
+    with _locked(folder, say):
         done = _resume(folder, mark, say)
         left = [file for file in files if file.path not in done]
         _require_space(folder, sum(file.num_bytes for file in left))
-        workers = num_workers if num_workers is not None else min(4, os.cpu_count() or 1)
-        if sum(file.num_bytes for file in left) < SPAWN_BYTES and num_workers is None:
-            workers = 1
-        _write(folder, left, workers, lock)
+        _write(folder, left, num_workers or min(MOST_THREADS, os.cpu_count() or 1))
         _finish(folder, target, files)
     return Converted(target, len(files), sum(file.num_bytes for file in files), len(done), remarks, time.monotonic() - begun)
 
@@ -113,11 +111,8 @@ def _fingerprint(source: Source, files: Sequence[File]) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
-    """Hold the lock of an unfinished output; yields its descriptor, which workers inherit, so that they hold it too.
-
-    Workers of a conversion that was killed still finish what they are at; they are waited for.
-    """
+def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of an unfinished output."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:
         try:
@@ -128,7 +123,7 @@ def _locked(folder: Path, say: Callable[[str], None]) -> Iterator[int]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             elif error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):  # a file system without locks
                 raise
-        yield file.fileno()
+        yield
 
 
 def _resume(folder: Path, mark: str, say: Callable[[str], None]) -> set[str]:
@@ -161,11 +156,17 @@ def _require_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _write(folder: Path, files: Sequence[File], num_workers: int, lock: int) -> None:
-    work = list(universal_work.batches(folder, files))
+def _write(folder: Path, files: Sequence[File], num_workers: int) -> None:
+    work = list(universal_work.batches(files))
+    writer = universal_work.Writer(folder)
     try:
         with Progress("converting", sum(file.num_bytes for file in files)) as progress:
-            processes.run(universal_work.write, work, num_workers, progress.advance, inherit=(lock,))
+
+            def write(one: universal_work.Work) -> None:
+                writer.write(one)
+                progress.advance(one.num_bytes)
+
+            each(work, write, min(num_workers, len(work)), "convert")
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be written: {error.strerror or error}; run the command again when that is mended"

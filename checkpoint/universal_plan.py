@@ -55,7 +55,7 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class ValueFile:
-    """A number, or a dictionary without large tensors, as the bytes of its file: records of classes cannot be sent otherwise."""
+    """A number, or a dictionary without large tensors, as the bytes of its file."""
 
     path: str
     content: bytes = field(repr=False)

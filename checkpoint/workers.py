@@ -34,10 +34,18 @@ class Workers:
             self._error = self._error or error
         for _ in self._threads:
             self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
+        try:
+            self._join()
+        except BaseException as interrupt:
+            self._error = self._error or interrupt  # what is waiting is left undone, what runs is waited for
+            self._join()
+            raise
         if error is None and self._error is not None:
             raise self._error
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
     @property
     def failed(self) -> bool:

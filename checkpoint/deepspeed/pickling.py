@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..container import WithStorages, pickled
 from ..pickles import Inert
 
 
@@ -27,6 +28,11 @@ def record(origin: str, state: dict[str, Any]) -> Inert:
 def save(value: Any, file: BinaryIO) -> None:
     """Write what torch.save would write where all classes could be imported."""
     torch.save(value, file, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
+
+
+def structure(value: Any) -> bytes:
+    """Return the pickle inside of what `save` would write of a structure with one tensor, for which a `TensorMark` stands."""
+    return pickled(value, _StoragePickler)
 
 
 _PythonPickler: Any = pickle._Pickler  # type: ignore[attr-defined]
@@ -51,3 +57,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         if obj.state:
             self.save(obj.state)
             self.write(pickle.BUILD)
+
+
+class _StoragePickler(WithStorages, _Pickler):
+    """The same for the pickle alone."""

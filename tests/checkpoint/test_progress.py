@@ -8,8 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from stateroom import CheckpointError
-from stateroom.checkpoint import processes
 from stateroom.checkpoint.batch import Batch
 from stateroom.checkpoint.progress import Progress, size
 
@@ -50,37 +48,7 @@ def test_sizes_for_people():
     assert [size(n) for n in (0, 999, 1000, 2_500_000, 3e9, 4.2e12)] == ["0 B", "999 B", "1.0 kB", "2.5 MB", "3.0 GB", "4.20 TB"]
 
 
-# ---- processes and batches
-
-
-def double(task: int) -> int:
-    if task == 13:
-        raise CheckpointError("thirteen is bad")
-    if task == 99:
-        os._exit(3)
-    return 2 * task
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_every_task_is_done_once(workers, monkeypatch):
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    done: list[int] = []
-    processes.run(double, list(range(10)), workers, done.append)
-    assert sorted(done) == [2 * task for task in range(10)]
-
-
-def test_what_a_task_raises_ends_the_run(monkeypatch):
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    with pytest.raises(CheckpointError, match="thirteen is bad"):
-        processes.run(double, [13] * 6, 2, lambda result: None)
-
-
-def test_a_worker_that_ends_by_itself_is_an_error(monkeypatch):
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    helper = processes._Helper(())
-    with pytest.raises(CheckpointError, match="a worker process ended with status 3"):
-        helper.call(double, 99)
-    helper.end()
+# ---- batches
 
 
 def test_a_batch_shows_all_of_its_files_or_none(tmp_path):
