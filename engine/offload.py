@@ -58,7 +58,8 @@ def tiers_of(
         needs = _needs(cfg, model, prepared, options, comm.world)
         launch = read_launch()
         ranks = 1 if launch is None else launch.local_world_size
-        _check_host(needs["host"], ranks)
+        if not job.is_imagined:
+            _check_host(needs["host"], ranks)
         tiers.check(needs, ranks)
     except Exception as error:  # told to all ranks: one that is left alone would wait for the others
         trouble = f"rank {job.rank}: {error}"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FILES = {PARAMETERS: "parameters", GRADIENTS: "gradients", MASTER: "master weights"}
 _OTHERS = "optimizer states"
+STATES = ("parameters", "gradients", "master weights", _OTHERS)
 _COUNT_BYTES = 4  # torch keeps a step count as one fp32 scalar
 MoveCounts = dict[tuple[str, str], int]
 
@@ -40,10 +41,10 @@ def tier_rows(
     tiers, units = _tiers(engine), engine.sharded.units
     rows = []
     drive = predict_drive([_drive_unit(unit, engine) for unit in units if unit.residence is not None])
-    for state in ("parameters", "gradients", "master weights", _OTHERS):
+    for state in STATES:
         dtypes, placement = describe(state)
         for tier in (DEVICE, CPU):
-            chosen = [index for index, unit in enumerate(units) if _tier_of(state, unit, tiers) == tier]
+            chosen = [index for index, unit in enumerate(units) if tier_of(state, unit, tiers) == tier]
             here = [units[index] for index in chosen]
             if not here:
                 continue
@@ -57,6 +58,20 @@ def tier_rows(
         if drive[state]:
             rows.append(LedgerRow(state, dtypes, placement, NVME, drive[state], _on_drive(state, tiers)))
     return rows + _rest_of_memory(engine, tiers)
+
+
+def drive_bytes(engine: Engine) -> dict[str, int]:
+    """Return the bytes of each state on a drive; nothing where no state is there."""
+    tiers = engine.sharded.tiers
+    sizes = {} if tiers is None else {state: _on_drive(state, tiers) for state in STATES}
+    return {state: size for state, size in sizes.items() if size}
+
+
+def buffer_tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    """Return the buffers in front of a drive that exist now."""
+    update = None if engine.optimizer is None else engine.optimizer.update
+    rooms = update.buffers if isinstance(update, BySubGroups) else []
+    return {"sub-group buffers": rooms, "staging buffers": _tiers(engine).staging_buffers}
 
 
 def moves_now(engine: Engine) -> MoveCounts:
@@ -109,7 +124,7 @@ def _tiers(engine: Engine) -> Tiers:
     return engine.sharded.tiers
 
 
-def _tier_of(state: str, unit: Unit, tiers: Tiers) -> str:
+def tier_of(state: str, unit: Unit, tiers: Tiers) -> str:
     """Return where a unit's state rests in memory, or what is left of one that rests on a drive; "" for what has none."""
     home = unit.residence
     if state == "parameters":

@@ -9,6 +9,9 @@ from typing import Any
 from .hardware.device import Cluster
 from .memory.states import StateSizes, placement_of
 from .memory.tensors import LayerOptions
+from .pipeline.formulas import schedule_named
+from .pipeline.instructions import home_of
+from .pipeline.partition import part_sizes
 from .problems import LedgerError
 from .shapes.shape import ModelShape
 from .units import dtype_bytes
@@ -28,6 +31,7 @@ class Layout:
         grad: dtype that gradients are accumulated in; wire: dtype they travel in, that of `grad` by default.
         loss_chunks: pieces of the head and loss. prefetch: units gathered ahead of the running one.
         optimizer_tier, parameter_tier: device, cpu or nvme.
+        cut: layers of each part that the model is cut into, in the model's order; () shares them out evenly (`part_sizes`).
     """
 
     tp: int = 1
@@ -57,6 +61,22 @@ class Layout:
     prefetch: int = 1
     optimizer_tier: str = "device"
     parameter_tier: str = "device"
+    cut: tuple[int, ...] = ()
+
+    @property
+    def vee(self) -> bool:
+        """Whether each stage holds two parts, which go down the stages and up again: the first stage has the last part too."""
+        return self.pp > 1 and schedule_named(self.schedule).vee
+
+    @property
+    def parts(self) -> int:
+        """Parts that the model is cut into."""
+        return self.pp * (2 if self.vee else self.vp)
+
+    @property
+    def last_stage(self) -> int:
+        """The stage with the head and the loss."""
+        return 0 if self.vee else self.pp - 1
 
     @property
     def dp(self) -> int:
@@ -177,12 +197,16 @@ def problems(job: Job) -> list[str]:
         found += _indivisible("micro-batches of a step", layout.accumulation, "pp (interleaved)", layout.pp)
     if layout.vp > 1 and layout.pp == 1:
         found.append("vp above 1 needs pp above 1")
+    if layout.cut and (len(layout.cut) != layout.parts or sum(layout.cut) != shape.layers or min(layout.cut) < 0):
+        found.append(f"the cut {list(layout.cut)} is not {layout.parts} parts of {shape.layers} layers in all")
     found += _expert_problems(shape, layout)
     for name in ("optimizer_tier", "parameter_tier"):
         if getattr(layout, name) not in TIERS:
             found.append(f"{name} is {getattr(layout, name)!r}; known: {', '.join(TIERS)}")
     if layout.parameter_tier != "device" and layout.zero < 3:
         found.append("parameters rest off the device only in ZeRO stage 3")
+    if layout.optimizer_tier != "device" and layout.zero < 1:
+        found.append("optimizer states rest off the device from ZeRO stage 1 on")
     return found
 
 
@@ -203,16 +227,11 @@ def _indivisible(what: str, total: int, by: str, parts: int) -> list[str]:
     return [f"{what}: {total} does not divide by {by} = {parts}; nearest legal: {' or '.join(map(str, sorted(near)))}"]
 
 
-def stage_layers(layers: int, stages: int, chunks: int = 1) -> list[int]:
-    """Return layers of each stage; where they do not divide, the last and then the first chunk have one less, then the inner ones.
-
-    The embedding and the head make the ends heavier, which is why they give first (Llama 3 does so).
-    """
-    slots = stages * chunks
-    most = -(-layers // slots)
-    per_chunk = [most] * slots
-    lacking = most * slots - layers
-    order = [slots - 1, 0, *range(slots - 2, 0, -1)]
-    for position in order[:lacking]:
-        per_chunk[position] -= 1
-    return [sum(per_chunk[stage::stages]) for stage in range(stages)]
+def stage_ranges(layers: int, stages: int, parts: int, cut: tuple[int, ...] = (), *, vee: bool = False) -> list[list[range]]:
+    """Return for each stage the numbers of its layers, one range for each of its parts."""
+    found: list[list[range]] = [[] for _ in range(stages)]
+    start = 0
+    for part, size in enumerate(cut or part_sizes(layers, parts)):
+        found[home_of(part, stages, vee=vee)[0]].append(range(start, start + size))
+        start += size
+    return found

@@ -90,7 +90,7 @@ def _activation_rows(job: Job, stage: int) -> list[Row]:
     if stage == 0:
         kept = _end_rows(shape, job.seq, layout.micro_batch, options, True, 1)
         rows += [(name, size * flight, f"{flight:g} micro-batches") for name, size in kept]
-    if stage == layout.pp - 1:
+    if stage == layout.last_stage:
         kept = _end_rows(shape, job.seq, layout.micro_batch, options, False, layout.loss_chunks)
         rows += [(name, size, "one micro-batch at a time") for name, size in kept]
     return rows

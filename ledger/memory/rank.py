@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..account import Account, account
-from ..job import Job, stage_layers
+from ..job import Job, stage_ranges
 from ..shapes.parts import Block, blocks
 from ..shapes.shape import ModelShape
 from .states import StateSizes, placement_of
@@ -53,22 +53,44 @@ def expert_shard_world(job: Job) -> int:
 def rank_units(job: Job, stage: int) -> tuple[RankUnit, ...]:
     """Return the units on a rank of pipeline stage `stage`: its layers by kind, and a root with what else lies there."""
     layout = job.layout
-    return _units(job.shape, layout.tp, layout.ep, layout.etp, layout.pp, layout.vp, stage)
+    return _units(job.shape, layout.tp, layout.ep, layout.etp, _cut_of(job), stage)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How layers lie on stages."""
+
+    stages: int
+    parts: int
+    sizes: tuple[int, ...]
+    vee: bool
+
+    @property
+    def last(self) -> int:
+        return 0 if self.vee else self.stages - 1
+
+    def layers(self, count: int, stage: int, *, explicit: bool = True) -> list[range]:
+        return stage_ranges(count, self.stages, self.parts, self.sizes if explicit else (), vee=self.vee)[stage]
+
+
+def _cut_of(job: Job) -> _Cut:
+    layout = job.layout
+    return _Cut(layout.pp, layout.parts, layout.cut, layout.vee)
 
 
 @lru_cache(maxsize=4096)
-def _units(shape: ModelShape, tp: int, ep: int, etp: int, pp: int, vp: int, stage: int) -> tuple[RankUnit, ...]:
+def _units(shape: ModelShape, tp: int, ep: int, etp: int, cut: _Cut, stage: int) -> tuple[RankUnit, ...]:
     found, root_dense = [], 0
     for block in blocks(shape):
         dense = sum(_after(part.numel, tp if part.cut == "tp" else 1) for part in block.parts if part.cut != "ep")
         experts = sum(_after(part.numel, ep * etp) for part in block.parts if part.cut == "ep")
         if block.role == "layer":
-            count = _on_stage(block, shape, pp, vp, stage)
+            count = _on_stage(block, shape, cut, stage)
             if count:
                 found.append(RankUnit(block.name, count, dense, experts))
-        elif _is_here(block, pp, stage):
+        elif stage == (cut.last if block.role == "head" else 0):
             root_dense += dense
-    if shape.tied and pp > 1 and stage == pp - 1:  # a tied head on another stage than the embedding is a copy
+    if shape.tied and cut.last and stage == cut.last:  # a tied head on another stage than the embedding is a copy
         root_dense += _after(shape.vocab * (shape.embedding_width or shape.hidden), tp)
     if root_dense:
         found.append(RankUnit("root", 1, root_dense, 0, is_root=True))
@@ -78,14 +100,14 @@ def _units(shape: ModelShape, tp: int, ep: int, etp: int, pp: int, vp: int, stag
 def stage_kinds(job: Job) -> tuple[tuple[int, int], ...]:
     """Return (first stage, how many) of each kind of pipeline stage: stages with equal units are one kind."""
     layout = job.layout
-    return _stage_kinds(job.shape, layout.tp, layout.ep, layout.etp, layout.pp, layout.vp)
+    return _stage_kinds(job.shape, layout.tp, layout.ep, layout.etp, _cut_of(job))
 
 
 @lru_cache(maxsize=4096)
-def _stage_kinds(shape: ModelShape, tp: int, ep: int, etp: int, pp: int, vp: int) -> tuple[tuple[int, int], ...]:
+def _stage_kinds(shape: ModelShape, tp: int, ep: int, etp: int, cut: _Cut) -> tuple[tuple[int, int], ...]:
     found: dict[tuple[tuple[RankUnit, ...], bool, bool], list[int]] = {}
-    for stage in range(pp):
-        key = (_units(shape, tp, ep, etp, pp, vp, stage), stage == 0, stage == pp - 1)
+    for stage in range(cut.stages):
+        key = (_units(shape, tp, ep, etp, cut, stage), stage == 0, stage == cut.last)
         found.setdefault(key, []).append(stage)
     return tuple((stages[0], len(stages)) for stages in found.values())
 
@@ -94,22 +116,18 @@ def _after(numel: int, parts: int) -> int:
     return -(-numel // parts)
 
 
-def _on_stage(block: Block, shape: ModelShape, pp: int, vp: int, stage: int) -> int:
-    """Return how many of a kind of layer lie on a stage: kinds are spread evenly, mixtures of the last stages apart."""
+def _on_stage(block: Block, shape: ModelShape, cut: _Cut, stage: int) -> int:
+    """Return how many of a kind of layer lie on a stage."""
     if block.name == "prediction layer":
-        return block.repeat if stage == pp - 1 else 0
+        return block.repeat if stage == cut.last else 0
     if block.name == "encoder layer":
-        return stage_layers(block.repeat, pp, vp)[stage]
-    here = stage_layers(shape.layers, pp, vp)
+        return sum(map(len, cut.layers(block.repeat, stage, explicit=False)))
+    here = cut.layers(shape.layers, stage)
+    count = sum(map(len, here))
     if shape.mixture is None:
-        return here[stage]
-    start = sum(here[:stage])
-    mixtures = sum(shape.is_mixture(index) for index in range(start, start + here[stage]))
-    return mixtures if block.name == "mixture layer" else here[stage] - mixtures
-
-
-def _is_here(block: Block, pp: int, stage: int) -> bool:
-    return stage == (pp - 1 if block.role == "head" else 0)
+        return count
+    mixtures = sum(shape.is_mixture(index) for each in here for index in each)
+    return mixtures if block.name == "mixture layer" else count - mixtures
 
 
 Row = tuple[str, str, float, str]  # tier, name, bytes, why

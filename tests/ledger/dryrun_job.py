@@ -44,10 +44,19 @@ def build(config: dict):
     return engine
 
 
-def take_step(engine) -> None:
-    for _ in range(engine.gradient_accumulation_steps()):
+def batches(count: int):
+    for _ in range(count):
         ids = torch.randint(SIZES["vocab_size"], (2, SEQ))
-        loss = engine(ids, ids)
+        yield ids, ids
+
+
+def take_step(engine) -> None:
+    count = engine.gradient_accumulation_steps()
+    if hasattr(engine, "cut"):
+        engine.train_batch(batches(count))
+        return
+    for ids, targets in batches(count):
+        loss = engine(ids, targets)
         engine.backward(loss)
         engine.step()
 
