@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from .hardware.device import Cluster
+from .memory.drive import DriveOptions
 from .memory.states import StateSizes, placement_of
 from .memory.tensors import LayerOptions
 from .pipeline.formulas import schedule_named
@@ -31,6 +32,7 @@ class Layout:
         grad: dtype that gradients are accumulated in; wire: dtype they travel in, that of `grad` by default.
         loss_chunks: pieces of the head and loss. prefetch: units gathered ahead of the running one.
         optimizer_tier, parameter_tier: device, cpu or nvme.
+        drive: how states go to nvme and come back.
         cut: layers of each part that the model is cut into, in the model's order; () shares them out evenly (`part_sizes`).
     """
 
@@ -62,6 +64,7 @@ class Layout:
     optimizer_tier: str = "device"
     parameter_tier: str = "device"
     cut: tuple[int, ...] = ()
+    drive: DriveOptions = field(default_factory=DriveOptions)
 
     @property
     def vee(self) -> bool:

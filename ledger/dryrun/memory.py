@@ -96,7 +96,7 @@ class StorageWatch:
     def take_in(self, results: Iterable[torch.Tensor], inputs: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Count the storages of an operation's results once, until they are freed."""
         for tensor in results:
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided or tensor.device.type == "meta":
                 continue
             storage = tensor.untyped_storage()
             key = id(storage)

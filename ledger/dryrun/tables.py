@@ -8,7 +8,7 @@ from typing import Any
 
 from ..memory.rank import rank_units
 from ..units import show_bytes, show_count
-from .memory import DEVICE
+from .memory import DEVICE, HOST
 from .report import DryRun, StageFigures
 
 Table = Sequence[Sequence[str]]
@@ -72,14 +72,17 @@ def _rest_table(own: StageFigures) -> Table:
 
 def _course_table(own: StageFigures) -> Table:
     table: list[Sequence[str]] = [("state", *(each.name for each in own.instants))]
-    for state in own.instants[0].states:
+    for state in (state for state in own.instants[0].states if any(each.states.get(state) for each in own.instants)):
         table.append((state, *(f"{each.states.get(state, 0):,}" for each in own.instants)))
     hosts = dict.fromkeys(state for each in own.instants for state, size in each.host.items() if size)
     is_one = own.instants[0].is_one
     in_host = [(f"{state} in host memory", *(f"{each.host.get(state, 0):,}" for each in own.instants)) for state in hosts]
     table += in_host if is_one else []
     table.append(("sum", *(f"{each.total:,}" for each in own.instants)))
-    known = own.beside.instants
+    known = dict(own.beside.instants)
+    if is_one:  # one memory: what rests in host memory is in the sum
+        near = sum(size for (tier, _), size in own.beside.states.items() if tier == HOST)
+        known = {name: size + near for name, size in known.items()}
     if known:
         table.append(("calculator", *(f"{known.get(each.name, 0):,.0f}" for each in own.instants)))
         changes = [each.total / known[each.name] - 1 if known.get(each.name) else None for each in own.instants]

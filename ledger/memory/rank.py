@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ from ..account import Account, account
 from ..job import Job, stage_ranges
 from ..shapes.parts import Block, blocks
 from ..shapes.shape import ModelShape
+from .drive import DriveOptions, buffer_bytes, held, stay_in_host, tiles_of
 from .states import StateSizes, placement_of
 
 _STEP_BYTES = 4  # torch keeps an optimizer's step count as one fp32 scalar for each tensor that it updates
@@ -134,32 +136,86 @@ Row = tuple[str, str, float, str]  # tier, name, bytes, why
 
 
 def state_rows(job: Job, stage: int) -> tuple[Row, ...]:
-    """Return bytes of each state of a rank, with the tier it rests on."""
+    """Return bytes of each state of a rank, with the tier it rests on, and of the buffers that a drive needs in host memory."""
     layout = job.layout
-    tiers = (layout.parameter_tier, layout.optimizer_tier)
+    tiers = _Tiers(layout.parameter_tier, layout.optimizer_tier, layout.drive)
     return _state_rows(rank_units(job, stage), layout.zero, layout.shard_world, expert_shard_world(job), layout.sizes, tiers)
+
+
+@dataclass(frozen=True)
+class _Tiers:
+    parameters: str
+    optimizer: str
+    options: DriveOptions
+
+    @property
+    def is_used(self) -> bool:
+        return self.parameters != "device" or self.optimizer != "device"
 
 
 @lru_cache(maxsize=16384)
 def _state_rows(
-    units: tuple[RankUnit, ...], stage: int, world: int, expert_world: int, sizes: StateSizes, tiers: tuple[str, str]
+    units: tuple[RankUnit, ...], stage: int, world: int, expert_world: int, sizes: StateSizes, tiers: _Tiers
 ) -> tuple[Row, ...]:
     placement = placement_of(stage)
     rows = (
-        ("parameters", sizes.param, placement.parameters.sharded, tiers[0]),
-        ("gradients", sizes.grad, placement.gradients.sharded, tiers[1] if placement.gradients.sharded else "device"),
-        ("master weights", sizes.master, placement.optimizer.sharded, tiers[1]),
-        ("optimizer states", sizes.first + sizes.second, placement.optimizer.sharded, tiers[1]),
+        ("parameters", sizes.param, placement.parameters.sharded, tiers.parameters),
+        ("gradients", sizes.grad, placement.gradients.sharded, tiers.optimizer if placement.gradients.sharded else "device"),
+        ("master weights", sizes.master, placement.optimizer.sharded, tiers.optimizer),
+        ("optimizer states", sizes.first + sizes.second, placement.optimizer.sharded, tiers.optimizer),
     )
-    found = []
+    found: list[Row] = []
     for name, each, sharded, tier in rows:
         is_moments = name == "optimizer states"
-        elements = sum(unit.count * _resident(unit, world, expert_world, sharded, is_padded=not is_moments) for unit in units)
         where = f"cut over {world:,}" if sharded and world > 1 else "whole"
-        steps = _STEP_BYTES * sum(unit.count * _updates(unit, world, expert_world, sharded) for unit in units) if is_moments and each else 0
-        counts = f", and {steps // _STEP_BYTES:,} step counts of {_STEP_BYTES} bytes" if steps else ""
-        found.append((tier, name, elements * each + steps, f"{elements:,} x {each:g} bytes, {where}{counts}"))
+        counts = sum(unit.count * _updates(unit, world, expert_world, sharded, tiers) for unit in units) if is_moments and each else 0
+        if tier == "nvme":
+            found += _drive_rows(name, each, units, world, expert_world, tiers)
+            if counts:
+                found.append(("cpu", "step counts", _STEP_BYTES * counts, f"{counts:,} x {_STEP_BYTES} bytes"))
+            continue
+        elements = sum(unit.count * _resident(unit, world, expert_world, sharded, is_padded=not is_moments) for unit in units)
+        said = f", and {counts:,} step counts of {_STEP_BYTES} bytes" if counts else ""
+        found.append((tier, name, elements * each + _STEP_BYTES * counts, f"{elements:,} x {each:g} bytes, {where}{said}"))
+    if "nvme" in (tiers.parameters, tiers.optimizer):
+        found += _buffer_rows(units, world, expert_world, sizes, tiers, sharded_gradients=placement.gradients.sharded)
     return tuple(found)
+
+
+def _shares(units: Sequence[RankUnit], world: int, expert_world: int) -> list[int]:
+    """Return elements of this rank's part of each unit, in the engine's order: the root first."""
+    ordered = sorted(units, key=lambda unit: not unit.is_root)
+    return [share(unit.dense, world) + share(unit.experts, expert_world) for unit in ordered for _ in range(unit.count)]
+
+
+def _drive_rows(name: str, each: float, units: Sequence[RankUnit], world: int, expert_world: int, tiers: _Tiers) -> list[Row]:
+    shares = _shares(units, world, expert_world)
+    stays = stay_in_host(shares, tiers.options) if name == "parameters" else [False] * len(shares)
+    near = sum(numel for numel, here in zip(shares, stays, strict=True) if here)
+    far = sum(held(numel, tiers.options) for numel, here in zip(shares, stays, strict=True) if not here)
+    rows: list[Row] = []
+    if near:
+        rows.append(("cpu", name, near * each, f"{near:,} x {each:g} bytes: up to {tiers.options.in_host:,} elements stay in host memory"))
+    if far:
+        rows.append(("nvme", name, far * each, f"{far:,} x {each:g} bytes, cut over {world:,}, in files whose pieces are padded"))
+    return rows
+
+
+def _buffer_rows(
+    units: Sequence[RankUnit], world: int, expert_world: int, sizes: StateSizes, tiers: _Tiers, *, sharded_gradients: bool
+) -> list[Row]:
+    shares, options = _shares(units, world, expert_world), tiers.options
+    stays = stay_in_host(shares, options) if tiers.parameters == "nvme" else [True] * len(shares)
+    params = [0 if here else int(sizes.param) for here in stays]
+    on_drive = tiers.optimizer == "nvme"
+    others = (int(sizes.master), int(sizes.grad) * sharded_gradients, int(sizes.first + sizes.second))
+    updates, staging = buffer_bytes(shares, params, others if on_drive else (0, 0, 0), options)
+    rows: list[Row] = []
+    if on_drive:
+        rows.append(("cpu", "sub-group buffers", updates, f"states of up to {options.rooms} sub-groups of {options.sub_group:,} elements"))
+    if on_drive or not all(stays):
+        rows.append(("cpu", "staging buffers", staging, f"{options.staging} x {options.staging_bytes:,} bytes and a sector"))
+    return rows
 
 
 def rank_states(job: Job, stage: int) -> dict[str, Account]:
@@ -173,10 +229,15 @@ def rank_states(job: Job, stage: int) -> dict[str, Account]:
     }
 
 
-def _updates(unit: RankUnit, world: int, expert_world: int, sharded: bool) -> int:
-    """Return how many tensors the optimizer updates: one for each rank's interval that is here and is not padding alone."""
+def _updates(unit: RankUnit, world: int, expert_world: int, sharded: bool, tiers: _Tiers) -> int:
+    """Return how many tensors the optimizer updates: one for each rank's interval that is here and is not padding alone.
+
+    Where states leave the device an interval is cut into the pieces that are moved together.
+    """
     parts = ((unit.dense, world), (unit.experts, expert_world))
-    return sum(1 if sharded else -(-numel // share(numel, ranks)) for numel, ranks in parts if numel)
+    pieces = [len(tiles_of(share(numel, ranks), tiers.options)) if tiers.is_used else 1 for numel, ranks in parts]
+    counts = (1 if sharded else -(-numel // share(numel, ranks)) if numel else 0 for numel, ranks in parts)
+    return sum(count * piece for (numel, _), count, piece in zip(parts, counts, pieces, strict=True) if numel)
 
 
 def _resident(unit: RankUnit, world: int, expert_world: int, sharded: bool, *, is_padded: bool = True) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..job import Job, Layout
+from ..memory.drive import DriveOptions, drive_options
 from ..pipeline.cut import cut_of
 from ..pipeline.formulas import schedule_named
 from ..pipeline.partition import part_sizes
@@ -105,6 +106,9 @@ def layout_of(config: Config, ranks: int, shape: ModelShape | None = None) -> La
     param = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else config.data_types.param_dtype or "fp32"
     narrow = config.bf16.bf16_master_weights_and_grads or config.fp16.fp16_master_weights_and_grads
     moments = param if config.bf16.bf16_optimizer_states else "fp32"
+    optimizer_tier = _tier(zero.offload_optimizer.device) if zero.stage >= 1 else "device"
+    parameter_tier = _tier(zero.offload_param.device) if zero.stage >= 3 else "device"
+    drive = DriveOptions() if optimizer_tier == parameter_tier == "device" else drive_options(config)
     found = Layout(
         tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=dp // mesh.dp_replicate, dp_replicate=mesh.dp_replicate, zero=zero.stage,
         micro_batch=config.train_micro_batch_size_per_gpu, accumulation=config.gradient_accumulation_steps,
@@ -112,7 +116,7 @@ def layout_of(config: Config, ranks: int, shape: ModelShape | None = None) -> La
             grad=config.data_types.grad_accum_dtype or (param if narrow else "fp32"),
         wire=config.communication_data_type, master=None if narrow or param == "fp32" else "fp32", first=moments, second=moments,
         compute=param if param != "fp32" else (config.torch_autocast.dtype or "bf16") if config.torch_autocast.enabled else "fp32",
-        optimizer_tier=_tier(zero.offload_optimizer.device), parameter_tier=_tier(zero.offload_param.device),
+        optimizer_tier=optimizer_tier, parameter_tier=parameter_tier, drive=drive,
         sequence_parallel=tp > 1, vp=_chunks(config), schedule=_schedule(config.pipeline.schedule),
     )  # fmt: skip
     if pp == 1 or shape is None:

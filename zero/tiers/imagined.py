@@ -40,6 +40,9 @@ class ImaginedDrive(Drive):
     def transfer(self, direction: str, file: Any, at: int, buffer: torch.Tensor) -> None:
         """Nothing moves."""
 
+    def place(self, out: torch.Tensor, staged: torch.Tensor) -> None:
+        """There are no bytes."""
+
     def held_bytes(self, state: str) -> int:
         """Bytes that a state would take."""
         return sum(size for (name, _), size in self._reserved.items() if name == state)
