@@ -28,6 +28,7 @@ def running_job(engine: Engine) -> RunningJob:
         rank=engine.comm.rank,
         world=engine.comm.world,
         config=engine.config,
+        on_host=engine.dp.on_host,
         place=place_of(engine),
         shape=lambda: whole_shape(engine.module, cut_of(engine)),
         placement=sharded.placement,

@@ -33,6 +33,7 @@ class Layout:
         loss_chunks: pieces of the head and loss. prefetch: units gathered ahead of the running one.
         optimizer_tier, parameter_tier: device, cpu or nvme.
         drive: how states go to nvme and come back.
+        on_host: ranks compute on CPUs, where whole states are updated in the pieces that ZeRO would cut (see zero/runs.py).
         cut: layers of each part that the model is cut into, in the model's order; () shares them out evenly (`part_sizes`).
     """
 
@@ -65,6 +66,7 @@ class Layout:
     parameter_tier: str = "device"
     cut: tuple[int, ...] = ()
     drive: DriveOptions = field(default_factory=DriveOptions)
+    on_host: bool = False
 
     @property
     def vee(self) -> bool:

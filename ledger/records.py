@@ -95,7 +95,7 @@ class RunningJob:
 
     Attributes:
         place: among pipeline stages; shape: gives the sizes of the whole model.
-        config: the loaded config. placement: the stage's row of the table of placements.
+        config: the loaded config. on_host: ranks compute on CPUs. placement: the stage's row of the table of placements.
         units: one record per unit. groups: for each unit the optimizer group of each of its parameters, None outside all.
         whole: whether the optimizer takes whole parameters, so that units are cut between them.
         optimizer: one record per parameter group, for this rank.
@@ -109,6 +109,7 @@ class RunningJob:
     rank: int
     world: int
     config: Any
+    on_host: bool
     place: Place
     shape: Callable[[], ModelShape]
     placement: Placement

@@ -58,7 +58,7 @@ def _job_of(running: RunningJob, model: str | None, cluster: Cluster | None, bat
     sequences, seq = running.batch() if running.batch()[1] else batch
     if not seq:
         raise LedgerError("the engine saw no token numbers, so the calculator does not know the length of a sequence")
-    layout = layout_of(running.config, running.world, shape)
+    layout = replace(layout_of(running.config, running.world, shape), on_host=running.on_host)
     if sequences != layout.micro_batch:
         raise LedgerError(
             f"a forward had {sequences} sequences and the config says {layout.micro_batch}: the calculator follows the config"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +54,9 @@ def rank_classes(job: RunningJob) -> tuple[RankClass, ...]:
     for rank in ranks:
         sizes = {}
         for among, (here, members) in chosen.items():
-            records = [_with_runs(record, index, here, members, rank, job) for index, record in enumerate(optimizer)]
+            # where nothing is cut every rank updates what this one does
+            cut = job.placement.optimizer.sharded
+            records = [_with_runs(record, index, here, members, rank, job) if cut else record for index, record in enumerate(optimizer)]
             sizes[among] = predict_states(here, job.placement, rank, records)
         found.setdefault(tuple(sizes[counts[part]][part[0]] for part in parts), []).append(rank)
     if len(ranks) < len(copies):  # nothing is cut by rank: every rank has the same
@@ -72,9 +73,7 @@ def _with_runs(record: OptimizerRecord, group: int, units: Sequence, groups: Seq
     numels: list[int] = []
     for unit, members in zip(units, groups, strict=True):
         if unit.trainable:
-            cuts = [unit.layout.interval(rank)] if job.placement.optimizer.sharded else list(itertools.pairwise(unit.layout.bounds))
-            for low, high in cuts:
-                numels += runs_of(unit.layout, low, high, members, group, whole=job.whole)
+            numels += runs_of(unit.layout, *unit.layout.interval(rank), members, group, whole=job.whole)
     return OptimizerRecord(record.name, record.options, tuple(numels), record.itemsize)
 
 

@@ -138,7 +138,7 @@ Row = tuple[str, str, float, str]  # tier, name, bytes, why
 def state_rows(job: Job, stage: int) -> tuple[Row, ...]:
     """Return bytes of each state of a rank, with the tier it rests on, and of the buffers that a drive needs in host memory."""
     layout = job.layout
-    tiers = _Tiers(layout.parameter_tier, layout.optimizer_tier, layout.drive)
+    tiers = _Tiers(layout.parameter_tier, layout.optimizer_tier, layout.drive, layout.on_host)
     return _state_rows(rank_units(job, stage), layout.zero, layout.shard_world, expert_shard_world(job), layout.sizes, tiers)
 
 
@@ -147,6 +147,7 @@ class _Tiers:
     parameters: str
     optimizer: str
     options: DriveOptions
+    on_host: bool
 
     @property
     def is_used(self) -> bool:
@@ -230,13 +231,13 @@ def rank_states(job: Job, stage: int) -> dict[str, Account]:
 
 
 def _updates(unit: RankUnit, world: int, expert_world: int, sharded: bool, tiers: _Tiers) -> int:
-    """Return how many tensors the optimizer updates: one for each rank's interval that is here and is not padding alone.
+    """Return how many tensors the optimizer updates: one for each unit, or on a CPU for each rank's interval that is here.
 
     Where states leave the device an interval is cut into the pieces that are moved together.
     """
     parts = ((unit.dense, world), (unit.experts, expert_world))
     pieces = [len(tiles_of(share(numel, ranks), tiers.options)) if tiers.is_used else 1 for numel, ranks in parts]
-    counts = (1 if sharded else -(-numel // share(numel, ranks)) if numel else 0 for numel, ranks in parts)
+    counts = (1 if sharded or not tiers.on_host else -(-numel // share(numel, ranks)) if numel else 0 for numel, ranks in parts)
     return sum(count * piece for (numel, _), count, piece in zip(parts, counts, pieces, strict=True) if numel)
 
 
