@@ -50,7 +50,7 @@ def tier_rows(
                 continue
             runs = [] if engine.optimizer is None else [run for run in engine.optimizer.runs if any(run.unit is unit for unit in here)]
             predicted = predict_states(
-                [records[index] for index in chosen], engine.sharded.placement, engine.comm.rank, optimizer_records(engine.optimizer, runs)
+                [records[index] for index in chosen], engine.sharded.placement, engine.dp.rank, optimizer_records(engine.optimizer, runs)
             )[state]
             measured = _in_memory(state, here, engine)
             if predicted or measured:
@@ -91,7 +91,7 @@ def move_rows(engine: Engine, counted: MoveCounts) -> list[MoveRow]:
     if not units or not counted:
         return []
     micro = engine.gradient_accumulation_steps()
-    every_pass = engine.comm.world > 1 and (engine.sharded.placement.reduces_every_pass or engine.config.deterministic)
+    every_pass = engine.dp.world > 1 and (engine.sharded.placement.reduces_every_pass or engine.config.deterministic)
     predicted = predict_moves(units, micro, micro if every_pass else 1)
     keys = sorted({*predicted, *(key for key, value in counted.items() if value)}, key=lambda key: (key[1], key[0]))
     return [MoveRow(*key, predicted.get(key, 0), counted.get(key, 0), counted.get(key, 0) / _rate(engine, key[0])) for key in keys]
@@ -107,7 +107,7 @@ def working_of(engine: Engine) -> tuple[tuple[str, int], ...]:
     tiles = [tile for unit in engine.sharded.units for tile in _tiers(engine).tiles_of(unit.index) if unit.trainable]
     largest_group = max((group.numel for group in sub_groups(tiles, _tiers(engine).options.sub_group_numel)), default=0)
     states = max((len(known[0]) for record in _records(engine) if (known := optimizer_states(record)) is not None), default=0)
-    ahead = 1 if engine.comm.world == 1 or not _tiers(engine).moves_params else 2
+    ahead = 1 if engine.dp.world == 1 or not _tiers(engine).moves_params else 2
     return predict_working(used, ahead=ahead, in_flight=IN_FLIGHT, created_bytes=states * largest_group * 4)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..hardware.device import Cluster
 from ..job import Job
-from ..memory.rank import expert_shard_world, padded, rank_units
+from ..memory.rank import expert_shard_world, padded, placed_units, rank_units
 from ..memory.states import placement_of
 from ..pipeline.instructions import home_of
 from ..units import dtype_bytes
@@ -196,7 +196,7 @@ def _data_parallel(job: Job, stage: int, rates: Rates) -> list[Flow]:
     for name, world, group in _data_groups(job):
         if world * layout.dp_replicate == 1:
             continue
-        units = [(unit, unit.experts if name == "experts" else unit.dense) for unit in rank_units(job, stage)]
+        units = [(unit, unit.experts if name == "experts" else unit.dense) for unit in placed_units(job, stage)]
         units = [(unit, numel) for unit, numel in units if numel]
         reductions = layout.accumulation if placement.reduces_every_pass else 1
         grads = sum(unit.count * padded(numel, world) for unit, numel in units) * layout.wire_bytes

@@ -58,6 +58,17 @@ def rank_units(job: Job, stage: int) -> tuple[RankUnit, ...]:
     return _units(job.shape, layout.tp, layout.ep, layout.etp, _cut_of(job), stage)
 
 
+def placed_units(job: Job, stage: int) -> tuple[RankUnit, ...]:
+    """Return the units as the engine places and gathers them: a layer that is alone on its stage is no unit but part of the root."""
+    units = rank_units(job, stage)
+    layers = [unit for unit in units if not unit.is_root]
+    if sum(unit.count for unit in layers) != 1:
+        return units
+    alone, roots = layers[0], [unit for unit in units if unit.is_root]
+    dense, experts = (sum(getattr(unit, part) for unit in [alone, *roots]) for part in ("dense", "experts"))
+    return (RankUnit("root", 1, dense, experts, is_root=True),)
+
+
 @dataclass(frozen=True)
 class _Cut:
     """How layers lie on stages."""
@@ -139,7 +150,7 @@ def state_rows(job: Job, stage: int) -> tuple[Row, ...]:
     """Return bytes of each state of a rank, with the tier it rests on, and of the buffers that a drive needs in host memory."""
     layout = job.layout
     tiers = _Tiers(layout.parameter_tier, layout.optimizer_tier, layout.drive, layout.on_host)
-    return _state_rows(rank_units(job, stage), layout.zero, layout.shard_world, expert_shard_world(job), layout.sizes, tiers)
+    return _state_rows(placed_units(job, stage), layout.zero, layout.shard_world, expert_shard_world(job), layout.sizes, tiers)
 
 
 @dataclass(frozen=True)

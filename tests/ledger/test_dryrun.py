@@ -70,7 +70,7 @@ def pipelined(schedule, zero, gas, ranks, **section):
 PIPELINES = [
     pipelined("1f1b", 0, 4, 2),
     pipelined("1f1b", 1, 3, 4),
-    pipelined("gpipe", 2, 2, 4),
+    pytest.param(*pipelined("gpipe", 2, 2, 4), marks=pytest.mark.full),
     pipelined("interleaved-1f1b", 0, 4, 2, chunks=2),
     pytest.param(*pipelined("zero-bubble", 1, 4, 4), marks=pytest.mark.full),
     pytest.param(*pipelined("zbv", 0, 4, 2), marks=pytest.mark.full),
@@ -103,9 +103,9 @@ def test_a_list_of_layers_under_zero_3(pools):
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
 OFFLOADS = [
-    (1, 2, CPU, None, 2),
+    pytest.param(1, 2, CPU, None, 2, marks=pytest.mark.full),
     (2, 2, CPU, None, 2),
-    (3, 1, CPU, CPU, 4),
+    pytest.param(3, 1, CPU, CPU, 4, marks=pytest.mark.full),
     (3, 2, NVME, {**NVME, "max_in_cpu": 0}, 2),
     pytest.param(3, 2, CPU, {**NVME, "max_in_cpu": 100_000}, 2, marks=pytest.mark.full),
     pytest.param(2, 3, NVME, None, 4, marks=pytest.mark.full),
