@@ -136,6 +136,10 @@ class Layout:
         dp = f"DP {self.dp}" if self.dp_replicate == 1 else f"DP {self.dp} ({self.dp_replicate} x {self.dp_shard} sharded)"
         if self.ep > 1:
             parts.append(f"EP {self.ep}")
+        if self.optimizer_tier != "device":
+            dp += f", optimizer on {self.optimizer_tier}"
+        if self.parameter_tier != "device":
+            dp += f", parameters on {self.parameter_tier}"
         tail = f"ZeRO {self.zero}, micro-batch {self.micro_batch} x {self.accumulation}, recompute {self.recompute}"
         return ", ".join([*(part for part in parts if not part.endswith(" 1")), dp, tail])
 

@@ -127,12 +127,12 @@ class JobAccount:
         heads = ("axis", "primitive", "state", "calls", "payload of a call", "sent by a rank", "time", "over", "can hide behind")
         table = [heads, *rows]
         wide = [max(len(row[column]) for row in table) for column in range(len(heads))]
-        lines = ["traffic of a rank in a step (busiest stage)"]
+        lines = ["traffic of a rank in a step" + (", of a stage like most" if self.job.layout.pp > 1 else "")]
         lines += ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip() for row in table]
         sent = sum(flow.sent_bytes for flow in self.time.flows)
         return [
             *lines,
-            f"  sum: {show_bytes(sent)} sent, {show_seconds(sum(flow.seconds for flow in self.time.flows))} if nothing overlapped",
+            f"  sum: {show_bytes(sent)} sent or moved, {show_seconds(sum(flow.seconds for flow in self.time.flows))} if nothing overlapped",
         ]
 
     def _bubble_dict(self) -> dict[str, Any]:

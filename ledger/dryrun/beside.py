@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ..comm.axes import flows
+from ..comm.tiers import drive_moves
 from ..flops.stage import stage_flops
 from ..hardware.device import Cluster, unnamed_cluster
 from ..job import Job, problems
@@ -25,6 +26,7 @@ class Beside:
     Attributes:
         states: (tier, state) -> bytes at rest. instants: bytes at each instant, without what is no tensor.
         traffic: (axis, kind, state) -> (calls, payload bytes) of a step.
+        moves: ("read" or "written", state) -> bytes between a drive and memory.
         flops: of this rank in a step, attention counted in full; recomputed ones included.
         why: why there are none; "" when there are.
     """
@@ -33,6 +35,7 @@ class Beside:
     states: Mapping[tuple[str, str], float] = field(default_factory=dict)
     instants: Mapping[str, float] = field(default_factory=dict)
     traffic: Mapping[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
+    moves: Mapping[tuple[str, str], int] = field(default_factory=dict)
     flops: float | None = None
     why: str = ""
 
@@ -80,4 +83,4 @@ def _figures(job: Job, stage: int) -> Beside:
     traffic = {
         (flow.axis, flow.primitive, flow.state): (round(flow.calls), round(flow.calls * flow.payload_bytes)) for flow in flows(job, stage)
     }
-    return Beside(job, states, instants, traffic, stage_flops(job, stage))
+    return Beside(job, states, instants, traffic, drive_moves(job, stage), stage_flops(job, stage))

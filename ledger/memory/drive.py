@@ -65,6 +65,11 @@ def tiles_of(numel: int, options: DriveOptions) -> tuple[int, ...]:
     return tuple(high - low for low, high in itertools.pairwise(points))
 
 
+def padded_tile(numel: int) -> int:
+    """Return the elements that a tile takes in each file."""
+    return padded(numel)
+
+
 def held(numel: int, options: DriveOptions) -> int:
     """Return the elements that one unit's share takes in each file."""
     return sum(padded(tile) for tile in tiles_of(numel, options))

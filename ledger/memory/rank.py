@@ -10,7 +10,8 @@ from ..account import Account, account
 from ..job import Job, stage_ranges
 from ..shapes.parts import Block, blocks
 from ..shapes.shape import ModelShape
-from .drive import DriveOptions, buffer_bytes, held, stay_in_host, tiles_of
+from ..tiers import DriveUnit
+from .drive import DriveOptions, buffer_bytes, held, padded_tile, stay_in_host, tiles_of
 from .states import StateSizes, placement_of
 
 _STEP_BYTES = 4  # torch keeps an optimizer's step count as one fp32 scalar for each tensor that it updates
@@ -198,6 +199,36 @@ def _shares(units: Sequence[RankUnit], world: int, expert_world: int) -> list[in
     """Return elements of this rank's part of each unit, in the engine's order: the root first."""
     ordered = sorted(units, key=lambda unit: not unit.is_root)
     return [share(unit.dense, world) + share(unit.experts, expert_world) for unit in ordered for _ in range(unit.count)]
+
+
+def unit_share(job: Job, unit: RankUnit) -> int:
+    """Return elements of one unit that a rank owns when ZeRO cuts it."""
+    return share(unit.dense, job.layout.shard_world) + share(unit.experts, expert_shard_world(job))
+
+
+def drive_units(job: Job, stage: int) -> list[DriveUnit]:
+    """Return the units of a rank of which something rests on a drive, as the arithmetic of drives wants them."""
+    layout, sizes = job.layout, job.layout.sizes
+    ordered = sorted(placed_units(job, stage), key=lambda unit: not unit.is_root)
+    each = [(unit.is_root, unit_share(job, unit)) for unit in ordered for _ in range(unit.count)]
+    stays = stay_in_host([numel for _, numel in each], layout.drive) if layout.parameter_tier == "nvme" else [True] * len(each)
+    far = layout.optimizer_tier == "nvme"
+    reduced = far and placement_of(layout.zero).gradients.sharded
+    found = []
+    for (is_root, numel), here in zip(each, stays, strict=True):
+        tiles = tuple((tile, padded_tile(tile)) for tile in tiles_of(numel, layout.drive))
+        found.append(
+            DriveUnit(
+                tiles,
+                param_itemsize=0 if here else int(sizes.param),
+                master_itemsize=int(sizes.master) if far else 0,
+                grad_itemsize=int(sizes.grad) if reduced else 0,
+                states=(("first", int(sizes.first)), ("second", int(sizes.second))) if far else (),
+                is_root=is_root,
+                shares_master=far and not here and not sizes.master,
+            )
+        )
+    return [unit for unit in found if unit.update_itemsize]
 
 
 def _drive_rows(name: str, each: float, units: Sequence[RankUnit], world: int, expert_world: int, tiers: _Tiers) -> list[Row]:

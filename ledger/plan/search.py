@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..hardware.device import Cluster
@@ -92,12 +92,14 @@ class Plan:
 
     Attributes:
         tried: legal layouts whose memory was computed. full: how many of them did not fit.
+        note: what was changed of the request to find any; "" when nothing was.
     """
 
     request: Request
     candidates: tuple[Candidate, ...]
     tried: int
     full: int
+    note: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -120,12 +122,39 @@ class Plan:
         return None
 
 
+# what leaves the device when nothing fits there, the least first: (optimizer tier, parameter tier, ZeRO stages)
+_OFFLOADS = (("cpu", "device", (1, 2, 3)), ("cpu", "cpu", (3,)))
+
+
 def make_plan(request: Request) -> Plan:
-    """Return the plan.
+    """Return the plan. Where nothing fits the devices, states go to host memory, as few of them as are needed.
 
     Raises:
         LedgerError: nothing is legal, or nothing fits; the message says what is nearest.
     """
+    try:
+        return _searched(request)
+    except _NothingFits as nothing:
+        if not (request.base.optimizer_tier == request.base.parameter_tier == "device") or request.fixed.get("zero") == 0:
+            raise
+        for optimizer, parameters, stages in _OFFLOADS:
+            allowed = tuple(stage for stage in stages if stage in request.zero and request.fixed.get("zero", stage) == stage)
+            base = replace(request.base, optimizer_tier=optimizer, parameter_tier=parameters)
+            try:
+                found = _searched(replace(request, base=base, zero=allowed))
+            except LedgerError:
+                continue
+            return replace(found, note=f"nothing fits with all states on the devices ({nothing.smallest}), so some rest in host memory")
+        raise
+
+
+class _NothingFits(LedgerError):
+    """No layout fits; `smallest` is the least that one needs, in words."""
+
+    smallest = ""
+
+
+def _searched(request: Request) -> Plan:
     tried = full = 0
     fitting: list[Candidate] = []
     smallest: tuple[float, Layout] | None = None
@@ -145,7 +174,11 @@ def make_plan(request: Request) -> Plan:
             fitting.append(Candidate(job, memory, time.seconds, time.mfu))
             break  # the next of the family recomputes more, which costs time and gains nothing
     if not fitting:
-        raise LedgerError(_nothing(request, tried, smallest))
+        nothing = _NothingFits(_nothing(request, tried, smallest))
+        nothing.smallest = (
+            "no layout is legal" if smallest is None else f"the smallest needs {show_bytes(smallest[0])} of {show_bytes(request.limit)}"
+        )
+        raise nothing
     fitting.sort(key=lambda each: (each.seconds, each.memory_bytes))
     close = [each for each in fitting if each.seconds <= (1 + TIE) * fitting[0].seconds]
     best = min(close, key=lambda each: (each.axes, each.seconds))
@@ -162,7 +195,7 @@ def _nothing(request: Request, tried: int, smallest: tuple[float, Layout] | None
     need, layout = smallest
     return (
         f"none of {tried:,} layouts fits {show_bytes(request.limit)} a device; the smallest needs {show_bytes(need)}: {layout.words()}. "
-        "Use more devices, a shorter sequence, ZeRO 3, full recomputation, or offload (--optimizer-tier cpu)"
+        "Use more devices, a shorter sequence, full recomputation, or a drive (--optimizer-tier nvme --parameter-tier nvme --zero 3)"
     )
 
 

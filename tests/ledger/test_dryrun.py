@@ -59,6 +59,7 @@ def check(real, found):
     assert [(row.axis, row.kind, row.state, row.counted_calls, row.counted_bytes, row.sent_bytes) for row in found.traffic] == moved
     assert {(axis, kind, state): (calls, size) for axis, kind, state, calls, size, _ in moved if state != "control"} == known.traffic
     assert all(row.predicted_bytes == row.counted_bytes for row in ledger.traffic if row.state != "control")
+    assert {(row.direction, row.state): row.predicted_bytes for row in ledger.moves} == known.moves
     assert found.flops == known.flops
     assert abs(found.peak.total / peak - 1) < 0.03, (found.peak, peak)
 
