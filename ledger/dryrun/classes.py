@@ -73,7 +73,8 @@ def _with_runs(record: OptimizerRecord, group: int, units: Sequence, groups: Seq
     numels: list[int] = []
     for unit, members in zip(units, groups, strict=True):
         if unit.trainable:
-            numels += runs_of(unit.layout, *unit.layout.interval(rank), members, group, whole=job.whole)
+            low, high = unit.layout.interval(rank)
+            numels += runs_of(unit.layout, low, high, members, group, whole=job.whole)
     return OptimizerRecord(record.name, record.options, tuple(numels), record.itemsize)
 
 

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model(parser)
     group = parser.add_argument_group("search")
     group.add_argument("--memory", metavar="SIZE", help="what a device may hold; default: 96 %% of what a process can allocate")
+    group.add_argument("--host-memory", metavar="SIZE", default="2TB", help="what states may fill of a node's host memory (default 2TB)")
     group.add_argument("--fix", action="append", default=[], metavar="NAME=N", help=f"a degree that is not searched: {', '.join(_FIXABLE)}")
     group.add_argument("--zero", type=int, action="append", choices=(0, 1, 2, 3), help="ZeRO stages to try; may be repeated")
     group.add_argument("--recompute", action="append", choices=("none", "selective", "full"), help="policies to try; may be repeated")
@@ -95,6 +96,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, list[str]]:
     request = Request(
         shape, cluster, seq, batch, None if args.memory is None else parse_bytes(args.memory), tuple(args.zero or (1, 2, 3)),
         tuple(args.recompute or ("none", "selective", "full")), _fixed(args.fix), Layout(**fields), args.attention,
+        parse_bytes(args.host_memory),
     )  # fmt: skip
     return request, notes
 

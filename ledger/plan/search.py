@@ -9,6 +9,7 @@ from functools import cached_property
 from ..hardware.device import Cluster
 from ..job import Job, Layout, problems
 from ..memory.life import Course, fullest, peak_bytes
+from ..memory.rank import state_rows
 from ..problems import LedgerError
 from ..shapes.shape import ModelShape
 from ..step.time import StepTime, step_time
@@ -17,6 +18,7 @@ from ..units import show_bytes
 _RECOMPUTE = ("none", "selective", "full")
 _MICRO = (1, 2, 4, 8, 16)
 _MOST_STAGES = 128
+_NODE = 8  # devices that share a host, as nodes are usually built
 TIE = 0.01  # predictions this close are equal: the model's own error is several times larger, so the simpler layout wins
 _LEAST_TOKENS = 4096  # a context-parallel rank with fewer has chunks too short for the attention kernel and the gathers
 _CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -31,6 +33,7 @@ class Request:
         limit_bytes: what a device may hold; by default 96 % of what a process can allocate there.
         zero: stages to try. recompute: policies to try, cheapest first.
         fixed: degrees of the layout that are not searched, such as {"tp": 8}.
+        host_bytes: of memory that the ranks of a node of 8 may fill with states.
         base: fields that every layout has (dtypes, tiers, schedule).
     """
 
@@ -44,6 +47,7 @@ class Request:
     fixed: dict[str, int] = field(default_factory=dict)
     base: Layout = field(default_factory=Layout)
     attention: str = "causal"
+    host_bytes: float = 2e12
 
     @property
     def limit(self) -> float:
@@ -123,11 +127,11 @@ class Plan:
 
 
 # what leaves the device when nothing fits there, the least first: (optimizer tier, parameter tier, ZeRO stages)
-_OFFLOADS = (("cpu", "device", (1, 2, 3)), ("cpu", "cpu", (3,)))
+_OFFLOADS = (("cpu", "device", (1, 2, 3)), ("cpu", "cpu", (3,)), ("nvme", "nvme", (3,)))
 
 
 def make_plan(request: Request) -> Plan:
-    """Return the plan. Where nothing fits the devices, states go to host memory, as few of them as are needed.
+    """Return the plan. Where nothing fits the devices, states go to host memory or to drives, as few of them as are needed.
 
     Raises:
         LedgerError: nothing is legal, or nothing fits; the message says what is nearest.
@@ -144,7 +148,7 @@ def make_plan(request: Request) -> Plan:
                 found = _searched(replace(request, base=base, zero=allowed))
             except LedgerError:
                 continue
-            return replace(found, note=f"nothing fits with all states on the devices ({nothing.smallest}), so some rest in host memory")
+            return replace(found, note=f"nothing fits with all states on the devices ({nothing.smallest}), so some rest off them")
         raise
 
 
@@ -164,7 +168,9 @@ def _searched(request: Request) -> Plan:
             if problems(job):
                 continue
             tried += 1
-            memory, _ = peak_bytes(job)
+            memory, stage = peak_bytes(job)
+            if not _host_holds(request, job, -stage):
+                continue
             if smallest is None or memory < smallest[0]:
                 smallest = (memory, layout)
             if memory > request.limit:
@@ -183,6 +189,14 @@ def _searched(request: Request) -> Plan:
     close = [each for each in fitting if each.seconds <= (1 + TIE) * fitting[0].seconds]
     best = min(close, key=lambda each: (each.axes, each.seconds))
     return Plan(request, (best, *(each for each in fitting if each is not best)), tried, full)
+
+
+def _host_holds(request: Request, job: Job, stage: int) -> bool:
+    """Whether the ranks of a node find room for what rests in host memory."""
+    if job.layout.optimizer_tier == job.layout.parameter_tier == "device":
+        return True
+    each = sum(size for tier, _, size, _ in state_rows(job, stage) if tier == "cpu")
+    return each * min(job.cluster.devices, _NODE) <= request.host_bytes
 
 
 def _nothing(request: Request, tried: int, smallest: tuple[float, Layout] | None) -> str:

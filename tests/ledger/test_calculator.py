@@ -97,7 +97,7 @@ def test_a_share_is_that_of_the_engines_layout(numel, world):
 def test_states_and_traffic_equal_what_the_engine_predicts_to_the_byte(stage, world):
     """The engine hands its units to predict_states and predict_traffic; the calculator has the same bytes from sizes alone."""
     shape, accumulation = read_shape("smollm2-135m"), 3
-    made = Job(shape, read_cluster(f"{world}xh100"), Layout(dp_shard=world, zero=stage, accumulation=accumulation), 512)
+    made = Job(shape, read_cluster(f"{world}xh100"), Layout(dp_shard=world, zero=stage, accumulation=accumulation, on_host=True), 512)
     units = []
     for unit in rank_units(made, 0):
         layout = UnitLayout.even([(unit.name, (unit.numel,))], world)
