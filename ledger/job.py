@@ -130,9 +130,16 @@ class Layout:
         """Return the fields as plain data."""
         return asdict(self)
 
+    def _schedule_words(self) -> str:
+        if self.pp == 1:
+            return ""
+        if self.vp > 1:
+            return f" (x{self.vp} interleaved)"
+        return "" if self.schedule == "1f1b" else f" ({self.schedule})"
+
     def words(self) -> str:
         """Return the degrees as people write them."""
-        parts = [f"TP {self.tp}", f"PP {self.pp}" + (f" (x{self.vp} interleaved)" if self.vp > 1 else ""), f"CP {self.cp}"]
+        parts = [f"TP {self.tp}", f"PP {self.pp}" + self._schedule_words(), f"CP {self.cp}"]
         dp = f"DP {self.dp}" if self.dp_replicate == 1 else f"DP {self.dp} ({self.dp_replicate} x {self.dp_shard} sharded)"
         if self.ep > 1:
             parts.append(f"EP {self.ep}")

@@ -141,7 +141,7 @@ class JobAccount:
             bubble_share(layout.pp, layout.accumulation, interleave=layout.vp, schedule=layout.schedule, over=over)
             for over in ("ideal", "total")
         )
-        return {"schedule": layout.schedule, "stages": layout.pp, "chunks": layout.vp, "microbatches": layout.accumulation,
+        return {"schedule": layout.schedule, "stages": layout.pp, "chunks": layout.parts // layout.pp, "microbatches": layout.accumulation,
                 "over_ideal": ideal, "over_total": total, "units": bubble_time(layout.schedule, layout.pp, 1, 1, 1, interleave=layout.vp),
                 "source": schedule_named(layout.schedule).source}  # fmt: skip
 

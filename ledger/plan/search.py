@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -204,7 +205,7 @@ def _nothing(request: Request, tried: int, smallest: tuple[float, Layout] | None
     if smallest is None:
         return (
             f"no legal layout of {request.shape.name} on {request.cluster}: a step has {sequences:,} sequences, and some degrees of "
-            f"{request.cluster.devices:,} devices must divide it; try a batch that is a multiple of the devices over tp x pp"
+            f"{request.cluster.devices:,} devices must divide it; try a batch that is a multiple of the devices over tp x pp, such as {1 << round(math.log2(sequences)):,}"
         )
     need, layout = smallest
     return (
