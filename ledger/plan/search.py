@@ -205,7 +205,8 @@ def _nothing(request: Request, tried: int, smallest: tuple[float, Layout] | None
     if smallest is None:
         return (
             f"no legal layout of {request.shape.name} on {request.cluster}: a step has {sequences:,} sequences, and some degrees of "
-            f"{request.cluster.devices:,} devices must divide it; try a batch that is a multiple of the devices over tp x pp, such as {1 << round(math.log2(sequences)):,}"
+            f"{request.cluster.devices:,} devices must divide it; try a batch that is a multiple of the devices over tp x pp, "
+            f"such as {1 << round(math.log2(sequences)):,}"
         )
     need, layout = smallest
     return (
