@@ -9,9 +9,9 @@ import torch
 
 from ..ledger.figures import FlopCount, PeakMemory, StepFigures, count_flops, mean_parts, peak_of_device, predicted_peak
 from ..ledger.problems import LedgerError
-from ..ledger.shapes.load import read_shape
 from ..ledger.shapes.shape import ModelShape
 from ..parallel.clock import StepAccount
+from .stages import cut_of, whole_shape
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -23,7 +23,7 @@ class Costs:
     """Keeps the newest steps' accounts and tokens; figures are worked out when they are asked for."""
 
     def __init__(self, engine: Engine) -> None:
-        self._module = engine.module
+        self._module, self._cut = engine.module, cut_of(engine)
         self._device = engine.device
         self._world = engine.comm.world
         self._config = engine.config
@@ -104,7 +104,7 @@ class Costs:
         if not self._shape_is_known:
             self._shape_is_known = True
             try:
-                self._shape = read_shape(self._module)
+                self._shape = whole_shape(self._module, self._cut)
             except LedgerError:  # no transformer that the ledger can read: 6 N D stands in, and says so
                 self._shape = None
         return self._shape

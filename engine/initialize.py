@@ -36,7 +36,7 @@ from .pipeline_setup import Cut, cut_model, settled, stages_of
 from .precision import loss_scale, state_dtypes
 from .progress import Progress, get_logger
 from .regions import Regions, compiler_of
-from .reporting import running_job
+from .running import running_job
 from .schedules import build_scheduler
 from .seeding import set_random_seed
 

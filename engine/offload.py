@@ -13,11 +13,11 @@ from ..config_schemas import Config
 from ..environment import read_launch
 from ..errors import ConfigError
 from ..ledger import OptimizerRecord
+from ..ledger.memory.drive import drive_options
 from ..ledger.states import optimizer_states
 from ..parallel.collectives import Collectives
 from ..zero.tiers.disk import round_up
-from ..zero.tiers.options import DEVICE, NVME, SUB_GROUP_NUMEL, TierOptions
-from ..zero.tiers.space import ALIGN
+from ..zero.tiers.options import DEVICE, NVME, TierOptions
 from ..zero.tiers.tiers import Tiers
 from .groups import Prepared
 from .optimizers import Lamb, Muon, is_elementwise
@@ -25,7 +25,6 @@ from .precision import state_dtypes
 
 _ZERO = "zero_optimization"
 _HALF = (torch.float16, torch.bfloat16)
-_STATES_AT_LEAST = 4  # buffers that a sub-group takes: master weights, gradients and Adam's two states
 
 
 def tiers_of(
@@ -58,7 +57,8 @@ def tiers_of(
         needs = _needs(cfg, model, prepared, options, comm.world)
         launch = read_launch()
         ranks = 1 if launch is None else launch.local_world_size
-        _check_host(needs["host"], ranks)
+        if not job.is_imagined:
+            _check_host(needs["host"], ranks)
         tiers.check(needs, ranks)
     except Exception as error:  # told to all ranks: one that is left alone would wait for the others
         trouble = f"rank {job.rank}: {error}"
@@ -100,15 +100,15 @@ def _options(cfg: Config, prepared: Prepared | None) -> TierOptions:
     optimizer, params = zero.offload_optimizer, zero.offload_param
     to_optimizer = optimizer.device if zero.stage >= 1 and prepared is not None else "none"
     to_params = params.device if zero.stage >= 3 else "none"
-    tile = zero.sub_group_size if cfg.origin.get(f"{_ZERO}.sub_group_size", "default") != "default" else SUB_GROUP_NUMEL
+    drive = drive_options(cfg)
     return TierOptions(
         optimizer=DEVICE if to_optimizer == "none" else to_optimizer,
         params=DEVICE if to_params == "none" else to_params,
         optimizer_path=Path(optimizer.nvme_path or "") if to_optimizer == NVME else None,
         params_path=Path(params.nvme_path or "") if to_params == NVME else None,
         ratio=optimizer.ratio,
-        sub_group_numel=max(tile, ALIGN),
-        sub_groups=_sub_groups(cfg),
+        sub_group_numel=drive.sub_group,
+        sub_groups=drive.rooms,
         param_buffers=params.buffer_count,
         param_buffer_numel=params.buffer_size,
         max_params_in_host=params.max_in_cpu,
@@ -117,18 +117,6 @@ def _options(cfg: Config, prepared: Prepared | None) -> TierOptions:
         requests=cfg.aio.queue_depth,
         states=_known_states(prepared),
     )
-
-
-def _sub_groups(cfg: Config) -> int:
-    """Return how many sub-groups are in memory at once: three to read, update and write; fewer where the config says so."""
-    section, name = cfg.zero_optimization.offload_optimizer, f"{_ZERO}.offload_optimizer"
-    wanted = 3
-    for key in ("pipeline_read", "pipeline_write"):
-        if cfg.origin.get(f"{name}.{key}", "default") != "default" and not getattr(section, key):
-            wanted -= 1
-    if cfg.origin.get(f"{name}.buffer_count", "default") != "default":
-        wanted = min(wanted, max(section.buffer_count // _STATES_AT_LEAST, 1))
-    return wanted
 
 
 def _known_states(prepared: Prepared | None) -> tuple[str, ...]:

@@ -9,12 +9,13 @@ import torch
 from ..checkpoint.parts import Part
 from ..errors import EngineError
 from ..ledger import TrafficRow
+from ..ledger.records import PIPELINE_AXIS
 from ..parallel.collectives import Traffic
 from ..parallel.links import Links
 from ..pipe.executor import MicroBatch, Record
 from ..pipe.handover import gathered_on_first
 from ..pipe.post import ACTIVATIONS, GRADIENTS, Post
-from ..pipe.routes import messages, sent_bytes
+from ..pipe.routes import messages, received_bytes, sent_bytes
 from ..pipe.schedules import Schedule, schedule
 from ..pipe.ties import Ties
 from ..pipe.topology import PipelineParallelGrid
@@ -54,7 +55,7 @@ class PipelineEngine(Engine):
         self._batch_fn: Any = None
         self._broken = ""
         self._batch_kinds: list[Any] = []
-        self._sent: dict[Any, Traffic] = {}  # to other stages, in the last step
+        self._sent: dict[Any, Traffic] = {}  # to and from other stages, in the last step
         if self.optimizer is not None:
             self.optimizer.on_reduced = ties.share
 
@@ -164,17 +165,18 @@ class PipelineEngine(Engine):
         return gathered_on_first(self.comm, [row[0] for row in self.cut.grid.ranks], mine)
 
     def stage_traffic(self) -> list[TrafficRow]:
-        """Return what the last step sent to other stages, and what its schedule and shapes predict."""
+        """Return what the last step sent to other stages and received from them, and what its schedule and shapes predict."""
         if not self._sent or len(self._batch_kinds) != self.gradient_accumulation_steps():
             return []
         plan, kinds = self._plan(len(self._batch_kinds), True), self._batch_kinds
-        predicted = sent_bytes(plan, self.cut.stage, lambda part, number: self._known[part, kinds[number]])
         rows = []
-        for kind, state in (("F", ACTIVATIONS), ("G", GRADIENTS)):
-            seen = self._sent.get(("send", state), Traffic())
-            calls, num_bytes = predicted[kind]
-            if calls or seen.calls:
-                rows.append(TrafficRow("send", state, calls, seen.calls, num_bytes, seen.num_bytes, seen.sent_bytes))
+        for way, of in (("send", sent_bytes), ("receive", received_bytes)):
+            predicted = of(plan, self.cut.stage, lambda part, number: self._known[part, kinds[number]])
+            for kind, state in (("F", ACTIVATIONS), ("G", GRADIENTS)):
+                seen = self._sent.get((way, state), Traffic())
+                calls, num_bytes = predicted[kind]
+                if calls or seen.calls:
+                    rows.append(TrafficRow(way, state, calls, seen.calls, num_bytes, seen.num_bytes, seen.sent_bytes, PIPELINE_AXIS))
         return rows
 
     # ---- one run of a schedule

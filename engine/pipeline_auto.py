@@ -10,14 +10,15 @@ from torch import nn
 
 from ..config_schemas import Config
 from ..errors import ConfigError
+from ..ledger.pipeline import partition
 from ..parallel import local_device
-from ..pipe import partition
 from ..pipe.auto import CutModel, Trunk, find_trunk
 from ..pipe.module import PipelineModule
 from ..pipe.schedules import KINDS, chunks_of
 from ..pipe.topology import Grid
 from ..pipe.weigh import weigh
 from .pipeline_setup import Cut
+from .stages import shape_or_none
 
 
 def cut_automatically(model: nn.Module, cfg: Config, optimizer: Any) -> Cut:
@@ -51,9 +52,12 @@ def cut_automatically(model: nn.Module, cfg: Config, optimizer: Any) -> Cut:
     trunk = find_trunk(model, section.split or "auto")
     bounds = _bounds(trunk, section.partition, section.stages * chunks)
     stage, _ = grid.at(dist.get_rank())
+    shape = shape_or_none(model)
     parts = CutModel(model, trunk, bounds, grid, stage, chunks, vee=vee, device=local_device())
     drop_absent(optimizer, model)
-    return Cut(model, parts, grid, schedule, chunks, whole_batches=True)
+    cut = Cut(model, parts, grid, schedule, chunks, whole_batches=True)
+    cut.shape = shape
+    return cut
 
 
 def _bounds(trunk: Trunk, method: Any, parts: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import EngineError, RankError, StateroomError
 from ..parallel import Collectives
+from ..parallel.imagined import imagined_world
 from ..pipe.executor import MicroBatch
 from ..pipe.payload import take_apart
 from .pipeline_setup import Cut
@@ -104,11 +105,24 @@ class Agreement:
         except Exception as error:
             status, self._error = _FAILED, error
         row = [status, had, *(kinds or [0] * count)]
-        rows = self._gathered(torch.tensor(row, dtype=torch.int64, device=self._comm.device)).tolist()
+        rows = self._known_rows(row, bool(kinds))
         if any(row[0] for row in rows):
             self._refuse(rows, count)
         self.kinds = rows[self._cut.chain[0]][2:]
         return batches
+
+    def _known_rows(self, row: list[int], has_kinds: bool) -> list[list[int]]:
+        """Return every rank's row; in an imagined world all ranks are as this one, and the first stage says the kinds."""
+        rows = self._gathered(torch.tensor(row, dtype=torch.int64, device=self._comm.device))
+        world = imagined_world()
+        if world is None:
+            return rows.tolist()
+        key = ("kinds", len(row))
+        if has_kinds:
+            world.said[key] = row[2:]
+        elif row[0] == _FINE:
+            row = [*row[:2], *world.hear(key)]
+        return [row] * self._comm.world
 
     def _refuse(self, rows: list[list[int]], count: int) -> None:
         if any(row[0] == _FAILED for row in rows):
@@ -151,7 +165,7 @@ class Agreement:
             row[1:] = torch.stack(found.record.losses).double()
         try:
             rows = self._gathered(row).cpu()
-            failed = bool(rows[:, 0].any())
+            failed = self._error is not None or bool(rows[:, 0].any())
             told = self._comm.gather_objects(_told(self._error)) if failed else []
         except RankError as error:
             if self._error is not None and not isinstance(self._error, RankError):

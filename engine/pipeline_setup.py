@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config_schemas import Config
 from ..errors import ConfigError
+from ..ledger.shapes.shape import ModelShape
 from ..parallel import Collectives
 from ..pipe.handover import hand_over
 from ..pipe.module import PipelineModule
@@ -33,6 +34,7 @@ class Cut:
         self.module, self.parts, self.grid = module, parts, grid
         self.stages, self.chunks = grid.stages, chunks
         self.whole_batches = whole_batches
+        self.shape: ModelShape | None = None  # of a model that was whole before it was cut, where it says its sizes
         self.built_whole = False  # the script has the whole model, and an optimizer over all of it may come
         self.stage, self.copy = grid.at(dist.get_rank())
         self.chain = [row[self.copy] for row in grid.ranks]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ledger import Ledger, LedgerRow, OptimizerRecord, RunningJob, TrafficRow, UnitRecord, predict_states, predict_traffic
+from ..ledger import Ledger, LedgerRow, OptimizerRecord, TrafficRow, UnitRecord, predict_states, predict_traffic
 from ..parallel.collectives import CONTROL, Traffic
 from ..zero.unit import Unit
 from .tier_reporting import move_rows, tier_rows, working_of
@@ -27,8 +27,8 @@ def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
     Args:
         hardware: name or file of the device whose peak MFU is counted against; by default the device that is here.
     """
-    records = [_unit_record(unit, engine) for unit in engine.sharded.units]
-    optimizer = [] if engine.optimizer is None else _optimizer_records(engine.optimizer)
+    records = [unit_record(unit, engine) for unit in engine.sharded.units]
+    optimizer = [] if engine.optimizer is None else optimizer_records(engine.optimizer)
     placement = engine.sharded.placement
     predicted = predict_states(records, placement, engine.dp.rank, optimizer)
     measured = {state: _storage_bytes(tensors) for state, tensors in state_tensors(engine).items()}
@@ -39,7 +39,7 @@ def ledger_of(engine: Engine, hardware: str | None = None) -> Ledger:
         "optimizer states": placement.optimizer,
     }
     if engine.sharded.tiers is not None:
-        rows = tier_rows(engine, records, lambda state: (_dtypes(engine, state), str(cells[state])), _optimizer_records)
+        rows = tier_rows(engine, records, lambda state: (_dtypes(engine, state), str(cells[state])), optimizer_records)
     else:
         rows = [
             LedgerRow(
@@ -78,7 +78,8 @@ def step_traffic(
     return found
 
 
-def _unit_record(unit: Unit, engine: Engine) -> UnitRecord:
+def unit_record(unit: Unit, engine: Engine) -> UnitRecord:
+    """Return what the ledger's arithmetic needs to know of a unit."""
     gradients = unit.gradients
     master = unit.master
     return UnitRecord(
@@ -93,7 +94,7 @@ def _unit_record(unit: Unit, engine: Engine) -> UnitRecord:
     )
 
 
-def _optimizer_records(optimizer: Any, among: Sequence[Any] | None = None) -> list[OptimizerRecord]:
+def optimizer_records(optimizer: Any, among: Sequence[Any] | None = None) -> list[OptimizerRecord]:
     """Return a record for each group, of all runs or of those in `among`."""
     records = []
     for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
@@ -121,39 +122,6 @@ def state_tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
         "master weights": [unit.master for unit in units if unit.master is not None and not unit.master_is_shard],
         "optimizer states": states,
     }
-
-
-def running_job(engine: Engine) -> RunningJob:
-    """Return what the dry run may see of an engine."""
-    optimizer = engine.optimizer
-
-    def tensors() -> dict[str, list[torch.Tensor]]:
-        units = engine.sharded.units
-        graded = [unit.gradients for unit in units if unit.gradients is not None]
-        return {
-            **state_tensors(engine),
-            "parameters": [unit.shard if unit.sharded else unit.full for unit in units],
-            "gathered parameters": [unit.full for unit in units if unit.sharded],
-            "gradients": [t for gradients in graded for t in gradients.at_rest()],
-            "gradients on their way": [t for gradients in graded for t in gradients.tensors()],
-            "buffers": list(engine.module.buffers()),
-        }
-
-    return RunningJob(
-        rank=engine.comm.rank,
-        world=engine.comm.world,
-        config=engine.config,
-        module=engine.module,
-        placement=engine.sharded.placement,
-        whole=engine.sharded.whole,
-        steps=lambda: engine.global_steps,
-        units=lambda: [_unit_record(unit, engine) for unit in engine.sharded.units],
-        groups=lambda: [[engine.sharded.group_of.get(id(slot.param)) for slot in unit.slots] for unit in engine.sharded.units],
-        optimizer=lambda: [] if optimizer is None else _optimizer_records(optimizer),
-        tensors=tensors,
-        ledger=lambda: ledger_of(engine),
-        batch=lambda: engine.last_input,
-    )
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FILES = {PARAMETERS: "parameters", GRADIENTS: "gradients", MASTER: "master weights"}
 _OTHERS = "optimizer states"
+STATES = ("parameters", "gradients", "master weights", _OTHERS)
 _COUNT_BYTES = 4  # torch keeps a step count as one fp32 scalar
 MoveCounts = dict[tuple[str, str], int]
 
@@ -40,16 +41,16 @@ def tier_rows(
     tiers, units = _tiers(engine), engine.sharded.units
     rows = []
     drive = predict_drive([_drive_unit(unit, engine) for unit in units if unit.residence is not None])
-    for state in ("parameters", "gradients", "master weights", _OTHERS):
+    for state in STATES:
         dtypes, placement = describe(state)
         for tier in (DEVICE, CPU):
-            chosen = [index for index, unit in enumerate(units) if _tier_of(state, unit, tiers) == tier]
+            chosen = [index for index, unit in enumerate(units) if tier_of(state, unit, tiers) == tier]
             here = [units[index] for index in chosen]
             if not here:
                 continue
             runs = [] if engine.optimizer is None else [run for run in engine.optimizer.runs if any(run.unit is unit for unit in here)]
             predicted = predict_states(
-                [records[index] for index in chosen], engine.sharded.placement, engine.comm.rank, optimizer_records(engine.optimizer, runs)
+                [records[index] for index in chosen], engine.sharded.placement, engine.dp.rank, optimizer_records(engine.optimizer, runs)
             )[state]
             measured = _in_memory(state, here, engine)
             if predicted or measured:
@@ -57,6 +58,20 @@ def tier_rows(
         if drive[state]:
             rows.append(LedgerRow(state, dtypes, placement, NVME, drive[state], _on_drive(state, tiers)))
     return rows + _rest_of_memory(engine, tiers)
+
+
+def drive_bytes(engine: Engine) -> dict[str, int]:
+    """Return the bytes of each state on a drive; nothing where no state is there."""
+    tiers = engine.sharded.tiers
+    sizes = {} if tiers is None else {state: _on_drive(state, tiers) for state in STATES}
+    return {state: size for state, size in sizes.items() if size}
+
+
+def buffer_tensors(engine: Engine) -> dict[str, list[torch.Tensor]]:
+    """Return the buffers in front of a drive that exist now."""
+    update = None if engine.optimizer is None else engine.optimizer.update
+    rooms = update.buffers if isinstance(update, BySubGroups) else []
+    return {"sub-group buffers": rooms, "staging buffers": _tiers(engine).staging_buffers}
 
 
 def moves_now(engine: Engine) -> MoveCounts:
@@ -76,7 +91,7 @@ def move_rows(engine: Engine, counted: MoveCounts) -> list[MoveRow]:
     if not units or not counted:
         return []
     micro = engine.gradient_accumulation_steps()
-    every_pass = engine.comm.world > 1 and (engine.sharded.placement.reduces_every_pass or engine.config.deterministic)
+    every_pass = engine.dp.world > 1 and (engine.sharded.placement.reduces_every_pass or engine.config.deterministic)
     predicted = predict_moves(units, micro, micro if every_pass else 1)
     keys = sorted({*predicted, *(key for key, value in counted.items() if value)}, key=lambda key: (key[1], key[0]))
     return [MoveRow(*key, predicted.get(key, 0), counted.get(key, 0), counted.get(key, 0) / _rate(engine, key[0])) for key in keys]
@@ -92,7 +107,7 @@ def working_of(engine: Engine) -> tuple[tuple[str, int], ...]:
     tiles = [tile for unit in engine.sharded.units for tile in _tiers(engine).tiles_of(unit.index) if unit.trainable]
     largest_group = max((group.numel for group in sub_groups(tiles, _tiers(engine).options.sub_group_numel)), default=0)
     states = max((len(known[0]) for record in _records(engine) if (known := optimizer_states(record)) is not None), default=0)
-    ahead = 1 if engine.comm.world == 1 or not _tiers(engine).moves_params else 2
+    ahead = 1 if engine.dp.world == 1 or not _tiers(engine).moves_params else 2
     return predict_working(used, ahead=ahead, in_flight=IN_FLIGHT, created_bytes=states * largest_group * 4)
 
 
@@ -109,7 +124,7 @@ def _tiers(engine: Engine) -> Tiers:
     return engine.sharded.tiers
 
 
-def _tier_of(state: str, unit: Unit, tiers: Tiers) -> str:
+def tier_of(state: str, unit: Unit, tiers: Tiers) -> str:
     """Return where a unit's state rests in memory, or what is left of one that rests on a drive; "" for what has none."""
     home = unit.residence
     if state == "parameters":

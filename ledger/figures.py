@@ -180,7 +180,7 @@ def predicted_peak(shape: ModelShape | None, config: Config, ranks: int, seq: in
     if shape is None or not seq:
         return None, ""
     try:
-        layout = layout_of(config, ranks)
+        layout = layout_of(config, ranks, shape)
         name, at = fullest(Job(shape, unnamed_cluster(ranks), layout, seq)).peak
     except LedgerError:  # degrees that do not fit this shape
         return None, ""

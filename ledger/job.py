@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from .hardware.device import Cluster
+from .memory.drive import DriveOptions
 from .memory.states import StateSizes, placement_of
 from .memory.tensors import LayerOptions
+from .pipeline.formulas import schedule_named
+from .pipeline.instructions import home_of
+from .pipeline.partition import part_sizes
 from .problems import LedgerError
 from .shapes.shape import ModelShape
 from .units import dtype_bytes
@@ -28,6 +32,9 @@ class Layout:
         grad: dtype that gradients are accumulated in; wire: dtype they travel in, that of `grad` by default.
         loss_chunks: pieces of the head and loss. prefetch: units gathered ahead of the running one.
         optimizer_tier, parameter_tier: device, cpu or nvme.
+        drive: how states go to nvme and come back.
+        on_host: ranks compute on CPUs, where whole states are updated in the pieces that ZeRO would cut (see zero/runs.py).
+        cut: layers of each part that the model is cut into, in the model's order; () shares them out evenly (`part_sizes`).
     """
 
     tp: int = 1
@@ -57,6 +64,24 @@ class Layout:
     prefetch: int = 1
     optimizer_tier: str = "device"
     parameter_tier: str = "device"
+    cut: tuple[int, ...] = ()
+    drive: DriveOptions = field(default_factory=DriveOptions)
+    on_host: bool = False
+
+    @property
+    def vee(self) -> bool:
+        """Whether each stage holds two parts, which go down the stages and up again: the first stage has the last part too."""
+        return self.pp > 1 and schedule_named(self.schedule).vee
+
+    @property
+    def parts(self) -> int:
+        """Parts that the model is cut into."""
+        return self.pp * (2 if self.vee else self.vp)
+
+    @property
+    def last_stage(self) -> int:
+        """The stage with the head and the loss."""
+        return 0 if self.vee else self.pp - 1
 
     @property
     def dp(self) -> int:
@@ -105,12 +130,23 @@ class Layout:
         """Return the fields as plain data."""
         return asdict(self)
 
+    def _schedule_words(self) -> str:
+        if self.pp == 1:
+            return ""
+        if self.vp > 1:
+            return f" (x{self.vp} interleaved)"
+        return "" if self.schedule == "1f1b" else f" ({self.schedule})"
+
     def words(self) -> str:
         """Return the degrees as people write them."""
-        parts = [f"TP {self.tp}", f"PP {self.pp}" + (f" (x{self.vp} interleaved)" if self.vp > 1 else ""), f"CP {self.cp}"]
+        parts = [f"TP {self.tp}", f"PP {self.pp}" + self._schedule_words(), f"CP {self.cp}"]
         dp = f"DP {self.dp}" if self.dp_replicate == 1 else f"DP {self.dp} ({self.dp_replicate} x {self.dp_shard} sharded)"
         if self.ep > 1:
             parts.append(f"EP {self.ep}")
+        if self.optimizer_tier != "device":
+            dp += f", optimizer on {self.optimizer_tier}"
+        if self.parameter_tier != "device":
+            dp += f", parameters on {self.parameter_tier}"
         tail = f"ZeRO {self.zero}, micro-batch {self.micro_batch} x {self.accumulation}, recompute {self.recompute}"
         return ", ".join([*(part for part in parts if not part.endswith(" 1")), dp, tail])
 
@@ -177,12 +213,16 @@ def problems(job: Job) -> list[str]:
         found += _indivisible("micro-batches of a step", layout.accumulation, "pp (interleaved)", layout.pp)
     if layout.vp > 1 and layout.pp == 1:
         found.append("vp above 1 needs pp above 1")
+    if layout.cut and (len(layout.cut) != layout.parts or sum(layout.cut) != shape.layers or min(layout.cut) < 0):
+        found.append(f"the cut {list(layout.cut)} is not {layout.parts} parts of {shape.layers} layers in all")
     found += _expert_problems(shape, layout)
     for name in ("optimizer_tier", "parameter_tier"):
         if getattr(layout, name) not in TIERS:
             found.append(f"{name} is {getattr(layout, name)!r}; known: {', '.join(TIERS)}")
     if layout.parameter_tier != "device" and layout.zero < 3:
         found.append("parameters rest off the device only in ZeRO stage 3")
+    if layout.optimizer_tier != "device" and layout.zero < 1:
+        found.append("optimizer states rest off the device from ZeRO stage 1 on")
     return found
 
 
@@ -203,16 +243,11 @@ def _indivisible(what: str, total: int, by: str, parts: int) -> list[str]:
     return [f"{what}: {total} does not divide by {by} = {parts}; nearest legal: {' or '.join(map(str, sorted(near)))}"]
 
 
-def stage_layers(layers: int, stages: int, chunks: int = 1) -> list[int]:
-    """Return layers of each stage; where they do not divide, the last and then the first chunk have one less, then the inner ones.
-
-    The embedding and the head make the ends heavier, which is why they give first (Llama 3 does so).
-    """
-    slots = stages * chunks
-    most = -(-layers // slots)
-    per_chunk = [most] * slots
-    lacking = most * slots - layers
-    order = [slots - 1, 0, *range(slots - 2, 0, -1)]
-    for position in order[:lacking]:
-        per_chunk[position] -= 1
-    return [sum(per_chunk[stage::stages]) for stage in range(stages)]
+def stage_ranges(layers: int, stages: int, parts: int, cut: tuple[int, ...] = (), *, vee: bool = False) -> list[list[range]]:
+    """Return for each stage the numbers of its layers, one range for each of its parts."""
+    found: list[list[range]] = [[] for _ in range(stages)]
+    start = 0
+    for part, size in enumerate(cut or part_sizes(layers, parts)):
+        found[home_of(part, stages, vee=vee)[0]].append(range(start, start + size))
+        start += size
+    return found

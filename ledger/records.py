@@ -11,6 +11,7 @@ from ..zero.placement import Placement
 
 if TYPE_CHECKING:
     from .report import Ledger
+    from .shapes.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,12 @@ class LedgerRow:
     note: str = ""
 
 
+DATA_AXIS, PIPELINE_AXIS = "dp", "pp"
+
+
 @dataclass(frozen=True)
 class TrafficRow:
-    """One kind of collective for one state in one step: payload bytes (the full buffer), predicted and counted."""
+    """One kind of collective for one state in one step over one mesh axis: payload bytes (the full buffer), predicted and counted."""
 
     kind: str
     state: str
@@ -66,6 +70,23 @@ class TrafficRow:
     predicted_bytes: int
     counted_bytes: int
     sent_bytes: int
+    axis: str = DATA_AXIS
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a model that is cut into stages.
+
+    Attributes:
+        chain: global ranks of this rank's copy of the model, by stage. copies: those that hold this stage and share its states.
+        layers: of each part of the model, in its order; () where nobody knows.
+    """
+
+    stage: int
+    stages: int
+    chain: tuple[int, ...]
+    copies: tuple[int, ...]
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,11 +94,14 @@ class RunningJob:
     """What an engine shows of itself while it runs; the functions give the figures of the moment.
 
     Attributes:
-        config: the loaded config. module: the user's. placement: the stage's row of the table of placements.
+        place: among pipeline stages; shape: gives the sizes of the whole model.
+        config: the loaded config. on_host: ranks compute on CPUs. placement: the stage's row of the table of placements.
         units: one record per unit. groups: for each unit the optimizer group of each of its parameters, None outside all.
         whole: whether the optimizer takes whole parameters, so that units are cut between them.
         optimizer: one record per parameter group, for this rank.
-        tensors: the tensors of each state that hold memory now.
+        tensors: the tensors of each state that hold device memory now. in_host: those of states that rest in host memory, and of
+            the buffers in front of a drive. on_drive: bytes of each state on a drive.
+        tiers: for each unit the tier of each of its states.
         ledger: the account, with the traffic of the last step.
         batch: sequences and tokens a sequence of the last input of token numbers; zeros when there was none.
     """
@@ -85,7 +109,9 @@ class RunningJob:
     rank: int
     world: int
     config: Any
-    module: Any
+    on_host: bool
+    place: Place
+    shape: Callable[[], ModelShape]
     placement: Placement
     whole: bool
     steps: Callable[[], int]
@@ -93,6 +119,9 @@ class RunningJob:
     groups: Callable[[], list[list[int | None]]]
     optimizer: Callable[[], list[OptimizerRecord]]
     tensors: Callable[[], dict[str, list[Any]]]
+    in_host: Callable[[], dict[str, list[Any]]]
+    on_drive: Callable[[], dict[str, int]]
+    tiers: Callable[[], list[dict[str, str]]]
     ledger: Callable[[], Ledger]
     batch: Callable[[], tuple[int, int]]
 

@@ -127,12 +127,12 @@ class JobAccount:
         heads = ("axis", "primitive", "state", "calls", "payload of a call", "sent by a rank", "time", "over", "can hide behind")
         table = [heads, *rows]
         wide = [max(len(row[column]) for row in table) for column in range(len(heads))]
-        lines = ["traffic of a rank in a step (busiest stage)"]
+        lines = ["traffic of a rank in a step" + (", of a stage like most" if self.job.layout.pp > 1 else "")]
         lines += ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip() for row in table]
         sent = sum(flow.sent_bytes for flow in self.time.flows)
         return [
             *lines,
-            f"  sum: {show_bytes(sent)} sent, {show_seconds(sum(flow.seconds for flow in self.time.flows))} if nothing overlapped",
+            f"  sum: {show_bytes(sent)} sent or moved, {show_seconds(sum(flow.seconds for flow in self.time.flows))} if nothing overlapped",
         ]
 
     def _bubble_dict(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class JobAccount:
             bubble_share(layout.pp, layout.accumulation, interleave=layout.vp, schedule=layout.schedule, over=over)
             for over in ("ideal", "total")
         )
-        return {"schedule": layout.schedule, "stages": layout.pp, "chunks": layout.vp, "microbatches": layout.accumulation,
+        return {"schedule": layout.schedule, "stages": layout.pp, "chunks": layout.parts // layout.pp, "microbatches": layout.accumulation,
                 "over_ideal": ideal, "over_total": total, "units": bubble_time(layout.schedule, layout.pp, 1, 1, 1, interleave=layout.vp),
                 "source": schedule_named(layout.schedule).source}  # fmt: skip
 

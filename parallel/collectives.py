@@ -71,6 +71,7 @@ class Collectives:
 
     Attributes:
         is_imagined: whether this is a dry run, whose other ranks do not exist and whose tensors have no values.
+        on_host: whether the ranks compute on the CPU; in a dry run, whether those that are imagined do.
     """
 
     def __init__(self, group: Any = None, device: torch.device | None = None, ring_path: Path | None = None) -> None:
@@ -85,6 +86,7 @@ class Collectives:
         self.clock = clock_for(self.device)
         world = imagined_world()
         self.is_imagined = world is not None
+        self.on_host = self.device.type == "cpu" and (world is None or world.backend == "gloo")
         self._transport: Transport = (
             transport_for(self.group, self.rank, self.world) if world is None else Imagined(world, self.group, self.rank, self.world)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,12 +27,18 @@ class Watcher(Protocol):
         """Take note that a forward, a backward or an optimizer step has ended."""
 
 
+class NotSaidError(BaseException):
+    """What a rank needs to hear from another one, which has not been run so far; no Exception, so that scripts do not catch it."""
+
+
 @dataclass
 class World:
     """The imagined ranks.
 
     Attributes:
         backend: whose way of moving flat buffers is followed, "nccl" or "gloo": they need different working memory.
+        said: what ranks tell each other beyond tensors. kept: what lives as long as the world. Both last while one rank after
+            another is run.
         engine_calls: above 0 while a collective of an engine runs, as opposed to one of the script's own.
     """
 
@@ -40,7 +46,25 @@ class World:
     size: int
     watcher: Watcher
     backend: str = "nccl"
+    said: dict[Any, Any] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
     engine_calls: int = 0
+
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what lives as long as this world, made when it is first asked for."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def hear(self, key: Any) -> Any:
+        """Return what another rank has said.
+
+        Raises:
+            NotSaidError: it was not run so far.
+        """
+        if key not in self.said:
+            raise NotSaidError(f"rank {self.rank} waits for {key}")
+        return self.said[key]
 
     @contextmanager
     def engine_call(self) -> Iterator[None]:

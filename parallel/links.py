@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RankError
-from .collectives import Pending, Traffic
+from .collectives import DONE, Pending, Traffic
+from .imagined import imagined_world
 from .ring import Ring
 
 _TAGS = 1 << 30
@@ -29,12 +30,14 @@ class Links:
     to another. Backends with streams take their messages in order per pair, and could wait for each other in a circle if
     two directions shared a pair; there each direction has a group of its own.
 
+    In an imagined world messages reach nobody; bytes that are told are kept there for the rank that is run as their receiver.
+
     Args:
         chains: the ranks of every chain of the job, in order; every rank of the job must pass the same.
         ring: where messages are written down, for a look at what a rank did last.
 
     Attributes:
-        traffic: what was sent, by (kind, state). wait_s: seconds spent waiting for messages.
+        traffic: what was sent and received, by (kind, state). wait_s: seconds spent waiting for messages.
     """
 
     def __init__(self, chains: Sequence[Sequence[int]], device: torch.device, ring: Ring) -> None:
@@ -44,8 +47,10 @@ class Links:
         self._ring = ring
         self._rank = dist.get_rank()
         self._groups: dict[tuple[int, int], Any] = {}  # (source, destination) -> group
+        self._world = imagined_world()
+        self._told: dict[tuple[int, int], int] = {}
         self._tagged = "gloo" in dist.get_backend() and "nccl" not in dist.get_backend()
-        for chain in chains:
+        for chain in chains if self._world is None else ():
             self._connect(list(chain))
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
@@ -71,6 +76,8 @@ class Links:
         """Start sending a contiguous tensor to a rank of the chain; it must not be changed before `flush`."""
         self._clear_sent()
         self.traffic.setdefault(("send", state), Traffic()).add(tensor.nbytes, tensor.nbytes)
+        if self._world is not None:
+            return
         number = self._sent[to] = self._sent.get(to, 0) + 1
         sequence = self._ring.start("send", state, f"to {to}", tensor.nbytes)
         tag = number % _TAGS if self._tagged else 0
@@ -87,6 +94,9 @@ class Links:
         Raises:
             CutError: on wait(), when the other end is gone.
         """
+        self.traffic.setdefault(("receive", state), Traffic()).add(tensor.nbytes, 0)
+        if self._world is not None:
+            return DONE
         number = self._received[source] = self._received.get(source, 0) + 1
         sequence = self._ring.start("receive", state, f"from {source}", tensor.nbytes)
         tag = number % _TAGS if self._tagged else 0
@@ -103,6 +113,32 @@ class Links:
             self._ring.end(sequence)
 
         return Pending(finish)
+
+    def tell(self, content: bytes, to: int, state: str) -> None:
+        """Send bytes of any length to a rank of the chain."""
+        if self._world is not None:
+            self._world.said[self._telling(self._rank, to)] = content
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        self.send(torch.tensor([sent.numel()], dtype=torch.int64, device=self.device), to, state)
+        self.send(sent, to, state)
+
+    def told(self, source: int, state: str) -> bytes:
+        """Return the next bytes that a rank of the chain tells this one.
+
+        Raises:
+            CutError: the other end is gone.
+        """
+        if self._world is not None:
+            return self._world.hear(self._telling(source, self._rank))
+        size = torch.empty(1, dtype=torch.int64, device=self.device)
+        self.receive(size, source, state).wait()
+        content = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        self.receive(content, source, state).wait()
+        return content.cpu().numpy().tobytes()
+
+    def _telling(self, source: int, to: int) -> tuple[str, int, int, int]:
+        number = self._told[source, to] = self._told.get((source, to), 0) + 1
+        return "told", source, to, number
 
     def flush(self) -> None:
         """Return when everything sent is on its way and its memory may be used again."""

@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError, EngineError
-from ..ledger.pipeline import home_of, virtual_stage
+from ..ledger.pipeline import home_of, partition, virtual_stage
 from ..parallel.distributed import init_distributed
-from . import partition
 from .schedules import KINDS, chunks_of
 from .schedules import schedule as make_schedule
 from .specs import LayerSpec, TiedLayerSpec, name_of, outline

@@ -71,9 +71,7 @@ class Post:
         told = None if self._always_tell else self._known.get(key)
         if told is None:
             self._known[key] = spec
-            content = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8).to(self._links.device)
-            self._links.send(torch.tensor([content.numel()], dtype=torch.int64, device=self._links.device), self._ranks[to], ACTIVATIONS)
-            self._links.send(content, self._ranks[to], ACTIVATIONS)
+            self._links.tell(pickle.dumps(spec), self._ranks[to], ACTIVATIONS)
         elif told != spec:
             raise EngineError(
                 f"the inputs of part {part} changed although the batch's shapes did not: {_said(told)} before, {_said(spec)} now. Shapes "
@@ -135,11 +133,7 @@ class Post:
         key = (message.part, self._kind_of(message.micro_batch))
         if key in self._known and not self._always_tell:
             return self._known[key]
-        size = torch.empty(1, dtype=torch.int64, device=self._links.device)
-        self._links.receive(size, self._ranks[source], ACTIVATIONS).wait()
-        content = torch.empty(int(size.item()), dtype=torch.uint8, device=self._links.device)
-        self._links.receive(content, self._ranks[source], ACTIVATIONS).wait()
-        spec = self._known[key] = pickle.loads(content.cpu().numpy().tobytes())
+        spec = self._known[key] = pickle.loads(self._links.told(self._ranks[source], ACTIVATIONS))
         return spec
 
 

@@ -45,9 +45,18 @@ def sent_bytes(schedule: Schedule, stage: int, spec_of: Callable[[int, int], Spe
     Args:
         spec_of: (part, micro-batch) -> description of the part's inputs.
     """
+    return _moved(schedule, lambda source, to: source == stage, spec_of)
+
+
+def received_bytes(schedule: Schedule, stage: int, spec_of: Callable[[int, int], Spec]) -> dict[str, tuple[int, int]]:
+    """Return kind of message -> (tensors, bytes) that a stage receives in one batch; see `sent_bytes`."""
+    return _moved(schedule, lambda source, to: to == stage, spec_of)
+
+
+def _moved(schedule: Schedule, counts: Callable[[int, int], bool], spec_of: Callable[[int, int], Spec]) -> dict[str, tuple[int, int]]:
     totals = {"F": (0, 0), "G": (0, 0)}
-    for (source, _), found in messages(schedule).items():
-        for kind, part, number in found if source == stage else ():
+    for (source, to), found in messages(schedule).items():
+        for kind, part, number in found if counts(source, to) else ():
             leaves = spec_of(part, number).leaves if kind == "F" else spec_of(part + 1, number).wanting
             calls, num_bytes = totals[kind]
             totals[kind] = calls + len(leaves), num_bytes + sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)

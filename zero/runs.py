@@ -100,10 +100,13 @@ def cut_at_edges(run: Run, edges: Sequence[int], inner: torch.optim.Optimizer | 
 def _cuts(unit: Unit) -> list[tuple[int, int]]:
     """Return the ranks' intervals inside this rank's master interval.
 
-    A rank that updates everything works in the same pieces as ranks that each update one: torch's fused CPU kernels
-    round the last elements of a tensor differently (seen on 2.13), and so all stages give the same bits.
+    A rank that updates everything on a CPU works in the same pieces as ranks that each update one: torch's fused CPU kernels
+    round the last elements of a tensor differently (seen on 2.13), and so all stages give the same bits. An accelerator
+    treats all elements alike, and a thousand pieces of a unit would be a thousand small tensors for nothing.
     """
     low, high = unit.master_interval
+    if not unit.comm.on_host:
+        return [(low, high)]
     bounds = unit.layout.bounds
     return [(a, b) for a, b in itertools.pairwise(bounds) if low <= a and b <= high and a < b]
 

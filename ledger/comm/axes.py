@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..hardware.device import Cluster
 from ..job import Job
-from ..memory.rank import expert_shard_world, padded, rank_units
+from ..memory.rank import expert_shard_world, padded, placed_units, rank_units
 from ..memory.states import placement_of
+from ..pipeline.instructions import home_of
+from ..units import dtype_bytes
 from .collectives import moved_share
 
 
@@ -86,7 +89,7 @@ def flows(job: Job, stage: int | None = None, rates: Rates | None = None) -> lis
         *_tensor_parallel(job, stage or 0, rates or Rates()),
         *_context_parallel(job, stage or 0, rates or Rates()),
         *_expert_parallel(job, stage or 0, rates or Rates()),
-        *_pipeline(job, rates or Rates()),
+        *_pipeline(job, stage or 0, rates or Rates()),
         *_data_parallel(job, stage or 0, rates or Rates()),
     ]
     return [flow for flow in found if flow.calls]
@@ -162,27 +165,27 @@ def _expert_parallel(job: Job, stage: int, rates: Rates) -> list[Flow]:
     return [_flow(job, "ep", "all_to_all", "tokens", calls, size, group, rates, "other micro-batches")]
 
 
-def _pipeline(job: Job, rates: Rates) -> list[Flow]:
-    """One message forward and one backward over each border between chunks."""
+def _pipeline(job: Job, stage: int, rates: Rates) -> list[Flow]:
+    """What a stage sends and receives: activations forward and their gradients backward, over each border between its parts and
+    others' parts, for every micro-batch. Links work both ways at once, so what arrives costs its sender's time alone."""
     layout = job.layout
     if layout.pp == 1:
         return []
     stride = layout.tp * layout.cp * layout.dp
     group = group_of(job.cluster, 2, stride)
-    size = _tokens(job) * job.shape.hidden * 2 / (layout.tp if layout.sequence_parallel else 1)
-    return [
-        _flow(
-            job,
-            "pp",
-            "send",
-            "activations and their gradients",
-            2.0 * layout.vp * layout.accumulation,
-            size,
-            group,
-            rates,
-            "other micro-batches",
-        )
-    ]
+    size = _tokens(job) * job.shape.hidden * (4 if dtype_bytes(layout.compute) >= 4 else 2)
+    size /= layout.tp if layout.sequence_parallel else 1
+    homes = [home_of(part, layout.pp, vee=layout.vee)[0] for part in range(layout.parts)]
+    into = sum(here == stage != before for before, here in itertools.pairwise(homes)) * layout.accumulation
+    out = sum(here == stage != after for here, after in itertools.pairwise(homes)) * layout.accumulation
+    found = []
+    for primitive, state, calls in (
+        ("send", "activations", out), ("send", "activation gradients", into),
+        ("receive", "activations", into), ("receive", "activation gradients", out),
+    ):  # fmt: skip
+        flow = _flow(job, "pp", primitive, state, calls, size, group, rates, "other micro-batches")
+        found.append(flow if primitive == "send" else replace(flow, sent_bytes=0.0, seconds=0.0, behind="(its sender's)"))
+    return found
 
 
 def _data_parallel(job: Job, stage: int, rates: Rates) -> list[Flow]:
@@ -193,7 +196,7 @@ def _data_parallel(job: Job, stage: int, rates: Rates) -> list[Flow]:
     for name, world, group in _data_groups(job):
         if world * layout.dp_replicate == 1:
             continue
-        units = [(unit, unit.experts if name == "experts" else unit.dense) for unit in rank_units(job, stage)]
+        units = [(unit, unit.experts if name == "experts" else unit.dense) for unit in placed_units(job, stage)]
         units = [(unit, numel) for unit, numel in units if numel]
         reductions = layout.accumulation if placement.reduces_every_pass else 1
         grads = sum(unit.count * padded(numel, world) for unit, numel in units) * layout.wire_bytes

@@ -16,7 +16,7 @@ KINDS: dict[str, tuple[float, float]] = {
     "gather": (1.0, 1.0),
     "scatter": (1.0, 1.0),
 }
-_WHOLE = {"broadcast": 1.0, "reduce": 1.0, "send": 1.0, "send_recv": 1.0, "permute": 1.0}
+_WHOLE = {"broadcast": 1.0, "reduce": 1.0, "send": 1.0, "receive": 1.0, "send_recv": 1.0, "permute": 1.0}
 _NAMES = {name: name for name in (*KINDS, *_WHOLE)}
 
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...zero.layout import Layout
 from ..records import OptimizerRecord, RunningJob
 from ..states import predict_states
+from .memory import DEVICE
+
+_STATES = ("parameters", "gradients", "master weights", "optimizer states")
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks, as inclusive spans, and the bytes of their states at rest; None is what the ledger cannot predict."""
+    """Ranks, as inclusive spans, and the bytes of their states at rest by (tier, state); None is what the ledger cannot predict."""
 
     spans: tuple[tuple[int, int], ...]
-    states: Mapping[str, int | None]
+    states: Mapping[tuple[str, str], int | None]
+    stage: int = 0
 
     @property
     def count(self) -> int:
         """Number of ranks."""
         return sum(last - first + 1 for first, last in self.spans)
 
-    @property
-    def total(self) -> int:
-        """Bytes of the states that are known."""
-        return sum(size for size in self.states.values() if size is not None)
+    def total(self, tier: str = DEVICE) -> int:
+        """Bytes on a tier of the states that are known."""
+        return sum(size for (where, _), size in self.states.items() if where == tier and size is not None)
 
     def words(self) -> str:
         """Return the spans as people write them, the first few where there are many."""
@@ -35,20 +37,35 @@ class RankClass:
 
 
 def rank_classes(job: RunningJob) -> tuple[RankClass, ...]:
-    """Return the classes of a job's ranks, the largest first."""
-    units, groups, known = job.units(), job.groups(), job.optimizer()
+    """Return the classes of the ranks that hold the job's pipeline stage, the largest first; files on a drive without their padding."""
+    tiers, copies = job.tiers(), job.place.copies
+    parts = [(state, tier) for state in _STATES for tier in dict.fromkeys(each[state] for each in tiers)]
+    counts = {part: tuple(each[part[0]] == part[1] for each in tiers) for part in parts}
+    units, groups, optimizer = job.units(), job.groups(), job.optimizer()
+    chosen = {
+        among: (
+            [unit for unit, yes in zip(units, among, strict=True) if yes],
+            [group for group, yes in zip(groups, among, strict=True) if yes],
+        )
+        for among in counts.values()
+    }
     found: dict[tuple[int | None, ...], list[int]] = {}
-    states: dict[tuple[int | None, ...], Mapping[str, int | None]] = {}
-    ranks = range(job.world) if job.placement.optimizer.sharded else range(1)
+    ranks = range(len(copies)) if job.placement.optimizer.sharded else range(1)
     for rank in ranks:
-        records = [_with_runs(record, index, units, groups, rank, job) for index, record in enumerate(known)]
-        sizes = predict_states(units, job.placement, rank, records)
-        key = tuple(sizes.values())
-        found.setdefault(key, []).append(rank)
-        states[key] = sizes
-    if len(ranks) < job.world:  # nothing is cut by rank: every rank has the same
-        return tuple(RankClass(((0, job.world - 1),), states[key]) for key in found)
-    classes = [RankClass(_spans(members), states[key]) for key, members in found.items()]
+        sizes = {}
+        for among, (here, members) in chosen.items():
+            # where nothing is cut every rank updates what this one does
+            cut = job.placement.optimizer.sharded
+            records = [_with_runs(record, index, here, members, rank, job) if cut else record for index, record in enumerate(optimizer)]
+            sizes[among] = predict_states(here, job.placement, rank, records)
+        found.setdefault(tuple(sizes[counts[part]][part[0]] for part in parts), []).append(rank)
+    if len(ranks) < len(copies):  # nothing is cut by rank: every rank has the same
+        found = {sizes: list(range(len(copies))) for sizes in found}
+    keys = [(tier, state) for state, tier in parts]
+    classes = [
+        RankClass(_spans(sorted(copies[rank] for rank in members)), dict(zip(keys, sizes, strict=True)), job.place.stage)
+        for sizes, members in found.items()
+    ]
     return tuple(sorted(classes, key=lambda each: (-each.count, each.spans)))
 
 
@@ -56,9 +73,8 @@ def _with_runs(record: OptimizerRecord, group: int, units: Sequence, groups: Seq
     numels: list[int] = []
     for unit, members in zip(units, groups, strict=True):
         if unit.trainable:
-            cuts = [unit.layout.interval(rank)] if job.placement.optimizer.sharded else list(itertools.pairwise(unit.layout.bounds))
-            for low, high in cuts:
-                numels += runs_of(unit.layout, low, high, members, group, whole=job.whole)
+            low, high = unit.layout.interval(rank)
+            numels += runs_of(unit.layout, low, high, members, group, whole=job.whole)
     return OptimizerRecord(record.name, record.options, tuple(numels), record.itemsize)
 
 

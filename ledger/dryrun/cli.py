@@ -84,4 +84,4 @@ def _run(args: argparse.Namespace, script: list[str]) -> int:
     found = report_of(record, " ".join(script[:2]) if script[0] == "-m" else script[0], args.model, cluster)
     print(found.to_json() if args.json else "\n".join(found.lines()))
     limit = found.usable_bytes
-    return 0 if limit is None or found.peak.total <= limit else 1
+    return 0 if limit is None or found.most_bytes <= limit else 1

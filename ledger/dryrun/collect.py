@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..hardware.device import Cluster
 from .beside import calculator_of
 from .classes import rank_classes
-from .report import INSTANTS, DryRun
-from .run import Record, host_bytes
+from .report import INSTANTS, DryRun, StageFigures
+from .run import host_bytes
+from .watcher import Record
 
 
 def report_of(record: Record, script: str, model: str | None = None, cluster: Cluster | None = None) -> DryRun:
@@ -24,24 +25,37 @@ def report_of(record: Record, script: str, model: str | None = None, cluster: Cl
         notes.append(
             f"the script built {record.engines} engines; the figures are those of the first, the others' states count as temporaries"
         )
-    beside = calculator_of(job, model, cluster)
-    if beside.job is not None and beside.job.layout.recompute == "full":
+    records = record.stages or [record]
+    batch = next((each.job.batch() for each in records if each.job is not None and each.job.batch()[1]), (0, 0))
+    stages = tuple(_figures(each, model, cluster, batch) for each in records)
+    own = stages[job.place.stage if record.stages else 0]
+    if own.beside.job is not None and own.beside.job.layout.recompute == "full":
         notes.append("recomputation stops before a layer's last product, which backward does not need; the calculator counts whole layers")
-    ledger = job.ledger()
     return DryRun(
         script=script,
         rank=job.rank,
         world=job.world,
-        stage=job.placement.stage,
+        zero=job.placement.stage,
         steps=record.steps,
-        instants=tuple(record.instants[name] for name in INSTANTS if name in record.instants),
-        classes=rank_classes(job),
-        traffic=ledger.traffic,
-        own=tuple((name, ranks, calls, size) for (name, ranks), (calls, size) in record.own.items()),
-        axis="dp",
-        flops=record.flops,
-        beside=beside,
+        own=own,
+        stages=stages,
         seconds=record.seconds,
         host_bytes=host_bytes(),
         notes=tuple(notes),
+    )
+
+
+def _figures(record: Record, model: str | None, cluster: Cluster | None, batch: tuple[int, int]) -> StageFigures:
+    job = record.job
+    assert job is not None and record.account is not None
+    return StageFigures(
+        stage=job.place.stage,
+        rank=job.rank,
+        instants=tuple(record.instants[name] for name in INSTANTS if name in record.instants),
+        on_drive=record.on_drive,
+        classes=rank_classes(job),
+        traffic=record.account.traffic,
+        own=tuple((name, ranks, calls, size) for (name, ranks), (calls, size) in record.own.items()),
+        flops=record.flops,
+        beside=calculator_of(job, model, cluster, batch=batch),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import resource
 import runpy
@@ -15,195 +17,113 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...environment import inherited, set_for_children, unset_for_children
-from ...parallel.imagined import World, imagine
-from ...zero.backward import in_backward
-from ..records import RunningJob
-from .flops import flops_of
-from .memory import Instant, StorageWatch
-from .modes import Answers, Watch, bytes_of
+from ...parallel.imagined import NotSaidError, World, imagine
+from .modes import Answers, Watch
 from .problems import NoValues, ScriptProblem
+from .watcher import Enough, Record, Watcher
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_WAITS = ("wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd")
 _OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list")
-_PHASES = {"forward": "end of forward", "backward": "backward", "step": "optimizer"}
-
-
-class _Enough(BaseException):
-    """Ends the script after the steps that were asked for; no Exception, so that scripts do not catch it."""
 
 
 class _TimeIsUp(BaseException):
-    """Ends a script that takes too long; no Exception, for the same reason."""
+    """Ends a script that takes too long; no Exception, so that scripts do not catch it."""
 
 
-class Record:
-    """What one dry run has seen; the figures are of the last step that was run.
+class DryRuns:
+    """Runs one script as one rank after another of the same imagined world, on fake tensors.
 
-    Attributes:
-        job: the engine's own records; None while no engine was built.
-        instants: bytes by state between steps, at the end of forward, and at the fullest instants of the phases.
-        own: the script's own collectives of a step: name -> (ranks, calls, payload bytes).
-        flops: of matrix products and attention in a step, recomputed ones included.
+    Until a run ends, the process has the default process group and the launch variables of the imagined rank, and all its
+    tensors are fake.
+
+    Args:
+        script: "-m" runs the module that is the first of `args`.
+        backend: whose collectives the ranks are taken to use; gloo's need more working memory here than NCCL's, and its
+            device is the host.
+        limit_s: the script is ended when it has not taken its steps by then.
+
+    Raises:
+        ScriptProblem: the script is not there.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.wanted = steps
-        self.job: RunningJob | None = None
-        self.engines = 0
-        self.instants: dict[str, Instant] = {}
-        self.own: dict[tuple[str, int], tuple[int, int]] = {}
-        self.flops = 0
-        self.steps = 0
-        self.seconds = 0.0
-        self.storage = StorageWatch()
+    def __init__(
+        self, script: str, args: Sequence[str], ranks: int, steps: int = 2, *, backend: str = "nccl", limit_s: float = 600
+    ) -> None:
+        self._is_module = script == "-m" and bool(args)
+        self._path, self._args = (Path(args[0]), args[1:]) if self._is_module else (Path(script), args)
+        if not self._is_module and not self._path.is_file():
+            raise ScriptProblem(f"no script {script}; write `stateroom dryrun --ranks N -- train.py args`, or `-- -m module args`")
+        self._ranks, self._steps, self._backend, self._limit_s = ranks, steps, backend, limit_s
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._said: dict[Any, Any] = {}
+        self._kept: dict[Any, Any] = {}
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the figures of the running step are those that are wanted: looking at every instant costs time."""
-        return self.job is not None and self.steps + 1 >= self.wanted
+    def as_rank(self, rank: int) -> Record:
+        """Run the script as one rank until it has taken its steps, and return what was seen.
 
-    def start_step(self) -> None:
-        """Forget what belongs to the step before."""
-        self.instants, self.own, self.flops = {}, {}, 0
+        Raises:
+            ScriptProblem: it never reaches initialize() or a step, raises, or needs values.
+        """
+        record = Record(self._steps, is_one=self._backend == "gloo")
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            watcher = Watcher(record)
+            world = World(rank, self._ranks, watcher, self._backend, self._said, self._kept)
+            watcher.world = stack.enter_context(imagine(world))
+            stack.enter_context(_as_rank(rank, self._ranks))
+            stack.enter_context(_command_line(self._path, self._args))
+            stack.enter_context(_silence("torch._subclasses.fake_tensor"))  # it logs the errors that are reported below
+            for mode in (self._fake, Watch(self._fake, watcher.after), Answers()):
+                stack.enter_context(mode)
+            with _time_limit(self._limit_s):
+                _run(self._path, record, self._limit_s, self._is_module)
+        record.seconds = time.perf_counter() - began
+        return record
 
+    def stages(self, first: Record) -> list[Record]:
+        """Return a record for each pipeline stage of the copy of the model that `first` was a rank of, in order.
 
-class _Watcher:
-    """Turns what the engine and the operations say into a Record."""
+        A stage learns the shapes of what it receives from the stage that sends it, so stages are run until all have come
+        through; what the script prints is shown only once.
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._in_backward = False
-        self.world: World | None = None
-
-    def job(self, job: RunningJob) -> None:
-        """Follow the first engine; a second one's states count as its own would, under other states."""
-        record = self._record
-        record.engines += 1
-        if record.job is not None:
-            return
-        record.job = job
-        record.storage.recount()
-        record.storage.attribute(job.tensors)
-        record.storage.follow([*job.tensors()["parameters"], *job.tensors()["gathered parameters"]])
-        record.start_step()
-
-    def phase(self, name: str) -> None:
-        """Note the fullest instant of a phase; after a step, stop when there are enough."""
-        record, job = self._record, self._record.job
-        if job is None:
-            return
-        self._note(name)
-        if name != "step" or job.steps() == record.steps:
-            return
-        record.steps = job.steps()
-        if record.steps >= record.wanted:
-            raise _Enough
-        record.start_step()
-        if record.is_last:
-            record.storage.recount()
-            record.instants["between steps"] = record.storage.now("between steps")
-
-    def _note(self, phase: str) -> None:
-        """Keep a phase's fullest instant, or for forward its end, if no micro-batch before had more."""
-        if not self._record.is_last:
-            return
-        instants, name = self._record.instants, _PHASES[phase]
-        instant = self._record.storage.take_peak(name)
-        if phase == "forward":
-            instant = self._record.storage.now(name)
-        if name not in instants or instant.total > instants[name].total:
-            instants[name] = instant
-
-    def after(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        """Take in one operation."""
-        record = self._record
-        if self._in_backward and not in_backward():  # loss.backward() outside the engine tells nobody that it has ended
-            self._note("backward")
-        self._in_backward = record.job is not None and in_backward()
-        for tensor in _results(result):
-            record.storage.take_in(tensor)
-        if record.is_last:
-            record.storage.sample(func.__name__)
-        if func.namespace in _COLLECTIVES:
-            self._collective(func, args, result)
-        else:
-            record.flops += flops_of(func, args, kwargs, result)
-
-    def _collective(self, func: Any, args: tuple, result: Any) -> None:
-        name = func._schema.name.split("::")[1]
-        if self.world is None or self.world.engine_calls or name in _WAITS:
-            return
-        key = (name.strip("_"), _ranks(args))
-        calls, size = self._record.own.get(key, (0, 0))
-        self._record.own[key] = (calls + 1, size + max(bytes_of(args), bytes_of(result)))
-
-
-def _results(result: Any) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from _results(item)
-
-
-def _ranks(args: tuple) -> int:
-    """Return how many ranks a collective joins: from its group, given as an object or by name."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return int(dist.ProcessGroup.unbox(value).size())
-            except (RuntimeError, TypeError):
-                continue
-        if isinstance(value, str):
-            try:
-                return int(dist.distributed_c10d._resolve_process_group(value).size())  # type: ignore[arg-type]
-            except (RuntimeError, LookupError, KeyError, ValueError):
-                continue
-    return dist.get_world_size()
+        Raises:
+            ScriptProblem: as for `as_rank`, or stages that wait for each other.
+        """
+        assert first.job is not None
+        place = first.job.place
+        records: list[Record | None] = [None] * place.stages
+        records[place.stage] = first
+        while any(record is None or record.waits for record in records):
+            known = len(self._said)
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                for stage, rank in enumerate(place.chain):
+                    record = records[stage]
+                    if record is None or record.waits:
+                        records[stage] = self.as_rank(rank)
+            waiting = [str(stage) for stage, record in enumerate(records) if record is None or record.waits]
+            if waiting and len(self._said) == known:
+                raise ScriptProblem(f"{self._path}: stages {', '.join(waiting)} wait for messages that no stage sends")
+        return [record for record in records if record is not None]
 
 
 def dry_run(
     script: str, args: Sequence[str], ranks: int, rank: int = 0, steps: int = 2, *, backend: str = "nccl", limit_s: float = 600
 ) -> Record:
-    """Run `script` with `args` as rank `rank` of `ranks` until it has taken `steps` optimizer steps, and return what was seen.
+    """Run `script` with `args` as rank `rank` of `ranks` until it has taken `steps` optimizer steps; see `DryRuns`.
 
-    A script "-m" runs the module that is the first of `args`.
-
-    Until it ends, the process has the default process group and the launch variables of the imagined rank, and all its
-    tensors are fake.
-
-    Args:
-        backend: whose collectives the ranks are taken to use; gloo's need more working memory here than NCCL's.
-        limit_s: the script is ended when it has not taken its steps by then.
-
-    Raises:
-        ScriptProblem: the script is not there, never reaches initialize() or a step, raises, or needs values.
+    The record of a model that is cut into stages has those of all stages with it.
     """
-    is_module = script == "-m" and bool(args)
-    path, args = (Path(args[0]), args[1:]) if is_module else (Path(script), args)
-    if not is_module and not path.is_file():
-        raise ScriptProblem(f"no script {script}; write `stateroom dryrun --ranks N -- train.py args`, or `-- -m module args`")
-    record = Record(steps)
-    began = time.perf_counter()
-    with ExitStack() as stack:
-        watcher = _Watcher(record)
-        watcher.world = stack.enter_context(imagine(World(rank, ranks, watcher, backend)))
-        stack.enter_context(_as_rank(rank, ranks))
-        stack.enter_context(_command_line(path, args))
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(_silence("torch._subclasses.fake_tensor"))  # it logs the errors that are reported below
-        for mode in (fake, Watch(fake, watcher.after), Answers()):
-            stack.enter_context(mode)
-        with _time_limit(limit_s):
-            _run(path, record, limit_s, is_module)
-    record.seconds = time.perf_counter() - began
-    return record
+    runs = DryRuns(script, args, ranks, steps, backend=backend, limit_s=limit_s)
+    first = runs.as_rank(rank)
+    assert first.job is not None
+    stages = runs.stages(first)
+    found = stages[first.job.place.stage]
+    found.stages = stages
+    found.seconds = sum(each.seconds for each in stages)
+    return found
 
 
 def _run(path: Path, record: Record, limit_s: float, is_module: bool) -> None:
@@ -212,8 +132,13 @@ def _run(path: Path, record: Record, limit_s: float, is_module: bool) -> None:
             runpy.run_module(str(path), run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(str(path), run_name="__main__")
-    except _Enough:
+    except Enough:
         return
+    except NotSaidError:
+        record.waits = record.job is not None
+        if record.waits:
+            return
+        raise
     except SystemExit as stop:
         if stop.code not in (None, 0):
             raise ScriptProblem(f"{path} ended itself: {stop.code}{_where(stop, path)}") from stop
@@ -225,6 +150,7 @@ def _run(path: Path, record: Record, limit_s: float, is_module: bool) -> None:
         raise ScriptProblem(f"{path} ended without calling stateroom.initialize(); a dry run follows the engine that it builds")
     if record.steps == 0:
         raise ScriptProblem(f"{path} built an engine and ended before its first engine.step() on an accumulation boundary")
+    record.close()
 
 
 def _explained(error: Exception, path: Path, record: Record) -> str:

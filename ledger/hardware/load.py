@@ -18,6 +18,7 @@ from .device import Accelerator, Cluster
 _CLUSTER = re.compile(
     r"\s*(?:(?P<nodes>[\d_,]+)\s*[x*]\s*)?(?P<count>[\d_,]+)\s*[x*]?\s+?(?P<name>[A-Za-z].*?)\s*|(?P<short>[\d_,]+)[x*](?P<device>[A-Za-z].*)"
 )
+_JOINED = re.compile(r"^\s*([\d_,]+[x*][\d_,]+)[x*]?(?=[A-Za-z])")  # 2x8h100, 2x8xh100
 _CLUSTER_KEYS = tuple(item.name for item in fields(Cluster) if item.name not in ("accelerator", "extra"))
 
 
@@ -59,6 +60,7 @@ def read_cluster(source: str | os.PathLike[str] | Mapping[str, Any], devices: in
     text = os.fspath(source)
     if Path(text).suffix in (".json", ".hjson"):
         return _cluster_from_data(_read(Path(text)), devices, changes)
+    text = _JOINED.sub(r"\1 ", text)
     match = _CLUSTER.fullmatch(text)
     if match is None:
         if devices is None:

@@ -9,7 +9,7 @@ from ..account import Account, account
 from ..job import Job
 from ..pipeline.formulas import schedule_named
 from ..shapes.shape import ModelShape
-from .rank import rank_units, stage_kinds, state_rows
+from .rank import placed_units, rank_units, stage_kinds, state_rows
 from .states import placement_of
 from .tensors import LayerOptions, end_tensors, layer_tensors
 
@@ -90,7 +90,7 @@ def _activation_rows(job: Job, stage: int) -> list[Row]:
     if stage == 0:
         kept = _end_rows(shape, job.seq, layout.micro_batch, options, True, 1)
         rows += [(name, size * flight, f"{flight:g} micro-batches") for name, size in kept]
-    if stage == layout.pp - 1:
+    if stage == layout.last_stage:
         kept = _end_rows(shape, job.seq, layout.micro_batch, options, False, layout.loss_chunks)
         rows += [(name, size, "one micro-batch at a time") for name, size in kept]
     return rows
@@ -123,7 +123,7 @@ def course(job: Job, stage: int) -> Course:
 def _working(job: Job, stage: int) -> tuple[list[Row], list[Row]]:
     """Return what is whole only while it is used: gathered parameters, and gradients on their way to their shard."""
     placement, layout, sizes = placement_of(job.layout.zero), job.layout, job.layout.sizes
-    units = rank_units(job, stage)
+    units = placed_units(job, stage)
     layers = [unit.numel for unit in units if not unit.is_root]
     root = sum(unit.numel for unit in units if unit.is_root)
     largest = max(layers, default=0)

@@ -16,6 +16,7 @@ class Schedule:
             for weights and F&B a forward and a backward that overlap; `halved`: (stages / 2 - 1) instead.
         equal_share: bubble over 1F1B's when F = B = W.
         memory: activations over 1F1B's; `beyond` micro-batches more. weights: copies of the weights.
+        vee: each stage holds two parts, which go down the stages and up again.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Schedule:
     halved: bool = False
     beyond: int = 0
     weights: int = 1
+    vee: bool = False
     source: str = ""
 
 
@@ -37,9 +39,9 @@ _ROWS = (
     (Schedule("1f1b", 1, 1, 1, 1.0, 1.0, source=_SC21), ("pipedream-flush", "interleaved", "interleaved-1f1b", "dapple")),
     (Schedule("zb-h1", 1, 1, -1, 1 / 3, 1.0, source=_ZB), ("zb1p", "zero-bubble-h1")),
     (Schedule("zb-h2", 1, 1, -2, 0.0, 2.0, source=_ZB), ("zb2p",)),
-    (Schedule("zb-v", 1, 1, -2, 0.0, 1.0, source=_ZB), ("zbv", "v-zb")),
-    (Schedule("v-half", 0.5, 0.5, 0.5, 0.5, 0.5, source=_V), ("vhalf",)),
-    (Schedule("v-min", 2 / 3, 2 / 3, 2 / 3, 2 / 3, 1 / 3, source=_V), ("vmin",)),
+    (Schedule("zb-v", 1, 1, -2, 0.0, 1.0, vee=True, source=_ZB), ("zbv", "v-zb")),
+    (Schedule("v-half", 0.5, 0.5, 0.5, 0.5, 0.5, vee=True, source=_V), ("vhalf",)),
+    (Schedule("v-min", 2 / 3, 2 / 3, 2 / 3, 2 / 3, 1 / 3, vee=True, source=_V), ("vmin",)),
     (
         Schedule("dualpipe", 0, 1, -2, 0.0, 1.0, fb=1, halved=True, beyond=1, weights=2, source="arXiv:2412.19437"),
         ("dualpipev", "dualpipe-v"),

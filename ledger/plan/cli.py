@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import StateroomError
 from ..arguments import add_dtypes, add_model, batch_of, cluster_of, layout_fields, shape_of
 from ..job import Layout
+from ..memory.rank import rank_states
 from ..problems import LedgerError
 from ..units import parse_bytes, show_bytes, show_seconds
 from .config import config_of, notes_of
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model(parser)
     group = parser.add_argument_group("search")
     group.add_argument("--memory", metavar="SIZE", help="what a device may hold; default: 96 %% of what a process can allocate")
+    group.add_argument("--host-memory", metavar="SIZE", default="2TB", help="what states may fill of a node's host memory (default 2TB)")
     group.add_argument("--fix", action="append", default=[], metavar="NAME=N", help=f"a degree that is not searched: {', '.join(_FIXABLE)}")
     group.add_argument("--zero", type=int, action="append", choices=(0, 1, 2, 3), help="ZeRO stages to try; may be repeated")
     group.add_argument("--recompute", action="append", choices=("none", "selective", "full"), help="policies to try; may be repeated")
@@ -63,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     request, notes = request_of(args)
     plan = make_plan(request)
+    notes += [plan.note] if plan.note else []
     if args.emit == "-":
         print(json.dumps(config_of(plan.best.job), indent=2))
         return 0
@@ -93,6 +96,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, list[str]]:
     request = Request(
         shape, cluster, seq, batch, None if args.memory is None else parse_bytes(args.memory), tuple(args.zero or (1, 2, 3)),
         tuple(args.recompute or ("none", "selective", "full")), _fixed(args.fix), Layout(**fields), args.attention,
+        parse_bytes(args.host_memory),
     )  # fmt: skip
     return request, notes
 
@@ -124,9 +128,16 @@ def plan_lines(plan: Plan, top: int, notes: Sequence[str]) -> list[str]:
             f"{show_bytes(each.memory_bytes)} a device"
         )
         lines.append(f"   {_reason(plan, each)}")
-    lines += ["", f"memory: {best.memory.why}", *best.time.parts.lines()]
+    lines += ["", f"memory: {best.memory.why}", *_elsewhere(best), *best.time.parts.lines()]
     lines += ["neighbours of 1:", *(f"  {each.change}: {each.verdict}: {each.why}" for each in neighbours(plan))]
     return lines
+
+
+def _elsewhere(each: Candidate) -> list[str]:
+    """Say what rests off the devices, for each rank and for a node."""
+    ranks = min(each.job.cluster.domain, each.job.cluster.devices)
+    rows = {tier: found.total for tier, found in rank_states(each.job, each.memory.stage).items() if tier != "device"}
+    return [f"on {tier}: {show_bytes(size)} for each rank, {show_bytes(size * ranks)} for {ranks} ranks" for tier, size in rows.items()]
 
 
 def _reason(plan: Plan, each: Candidate) -> str:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..job import Job, Layout
+from ..memory.drive import DriveOptions, drive_options
+from ..pipeline.cut import cut_of
 from ..pipeline.formulas import schedule_named
+from ..pipeline.partition import part_sizes
 from ..problems import LedgerError
+from ..shapes.shape import ModelShape
 
 if TYPE_CHECKING:
     from ...config_schemas.root import Config
@@ -40,6 +45,9 @@ def config_of(job: Job) -> dict[str, Any]:
     if layout.pp > 1:
         schedule = "interleaved-1f1b" if layout.vp > 1 else _SCHEDULES.get(schedule_named(layout.schedule).name, "1f1b")
         found["pipeline"] = {"stages": layout.pp, "schedule": schedule, "chunks": layout.vp, "split": "auto"}
+        sizes = layout.cut or part_sizes(job.shape.layers, layout.parts)
+        if min(sizes) > 0:
+            found["pipeline"]["partition"] = list(sizes)
     if layout.param in ("bf16", "fp16"):
         found[layout.param] = {"enabled": True}
         found["data_types"] = {"grad_accum_dtype": layout.grad}
@@ -53,6 +61,8 @@ def notes_of(job: Job) -> list[str]:
     layout, found = job.layout, []
     if layout.pp > 1 and schedule_named(layout.schedule).name not in _SCHEDULES:
         found.append(f"the schedule {layout.schedule} is not one that the engine runs: the config says 1f1b")
+    if layout.pp > 1 and min(layout.cut or part_sizes(job.shape.layers, layout.parts)) < 1:
+        found.append(f"{layout.parts} parts of {job.shape.layers} layers leave a part without a layer, which pipeline.split cannot cut")
     if layout.loss_chunks > 1:
         found.append(f"the loss is computed in {layout.loss_chunks} chunks by the model's own code")
     return found
@@ -72,14 +82,17 @@ def job_of_config(source: str | os.PathLike[str] | Mapping[str, Any], base: Job,
 
     count = ranks or base.cluster.devices
     config = load(source, ranks=count)
-    return Job(base.shape, base.cluster, layout_of(config, count), base.seq, base.attention)
+    return Job(base.shape, base.cluster, layout_of(config, count, base.shape), base.seq, base.attention)
 
 
-def layout_of(config: Config, ranks: int) -> Layout:
+def layout_of(config: Config, ranks: int, shape: ModelShape | None = None) -> Layout:
     """Return the layout of a loaded config over `ranks` ranks.
 
+    Args:
+        shape: says where the engine cuts its layers into stages; without it they are shared out evenly.
+
     Raises:
-        LedgerError: the axes do not divide the ranks.
+        LedgerError: the axes do not divide the ranks, or the pipeline's schedule has no account here.
     """
     mesh, zero = config.mesh, config.zero_optimization
     tp = max(mesh.tp, config.tensor_parallel.autotp_size or 1, config.tensor_parallel.tp.tp_size)
@@ -93,21 +106,39 @@ def layout_of(config: Config, ranks: int) -> Layout:
     param = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else config.data_types.param_dtype or "fp32"
     narrow = config.bf16.bf16_master_weights_and_grads or config.fp16.fp16_master_weights_and_grads
     moments = param if config.bf16.bf16_optimizer_states else "fp32"
-    return Layout(
+    optimizer_tier = _tier(zero.offload_optimizer.device) if zero.stage >= 1 else "device"
+    parameter_tier = _tier(zero.offload_param.device) if zero.stage >= 3 else "device"
+    drive = DriveOptions() if optimizer_tier == parameter_tier == "device" else drive_options(config)
+    found = Layout(
         tp=tp, pp=pp, cp=cp, ep=ep, dp_shard=dp // mesh.dp_replicate, dp_replicate=mesh.dp_replicate, zero=zero.stage,
         micro_batch=config.train_micro_batch_size_per_gpu, accumulation=config.gradient_accumulation_steps,
         recompute=config.activation_checkpointing.policy, param=param,
             grad=config.data_types.grad_accum_dtype or (param if narrow else "fp32"),
         wire=config.communication_data_type, master=None if narrow or param == "fp32" else "fp32", first=moments, second=moments,
         compute=param if param != "fp32" else (config.torch_autocast.dtype or "bf16") if config.torch_autocast.enabled else "fp32",
-        optimizer_tier=_tier(zero.offload_optimizer.device), parameter_tier=_tier(zero.offload_param.device),
-        sequence_parallel=tp > 1, vp=config.pipeline.chunks, schedule=_schedule(config.pipeline.schedule),
+        optimizer_tier=optimizer_tier, parameter_tier=parameter_tier, drive=drive,
+        sequence_parallel=tp > 1, vp=_chunks(config), schedule=_schedule(config.pipeline.schedule),
     )  # fmt: skip
+    if pp == 1 or shape is None:
+        return found
+    return replace(found, cut=cut_of(shape, config.pipeline.partition, found.pp, found.parts))
+
+
+def _chunks(config: Config) -> int:
+    section = config.pipeline
+    if section.schedule != "interleaved-1f1b":
+        return 1  # a schedule with a shape of its own says itself how many
+    return max(section.chunks, 2)
 
 
 def _schedule(name: str) -> str:
     """Return the formula for one of the engine's schedules; chunks are counted apart."""
-    return next((ours for ours, theirs in _SCHEDULES.items() if theirs == name), "1f1b")
+    if name == "interleaved-1f1b":
+        return "1f1b"
+    known = next((ours for ours, theirs in _SCHEDULES.items() if theirs == name), None)
+    if known is None:
+        raise LedgerError(f"pipeline.schedule {name} has no account here; known: {', '.join(['interleaved-1f1b', *_SCHEDULES.values()])}")
+    return known
 
 
 def _tier(device: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..hardware.device import Cluster
 from ..job import Job, Layout, problems
 from ..memory.life import Course, fullest, peak_bytes
+from ..memory.rank import state_rows
 from ..problems import LedgerError
 from ..shapes.shape import ModelShape
 from ..step.time import StepTime, step_time
@@ -17,6 +19,7 @@ from ..units import show_bytes
 _RECOMPUTE = ("none", "selective", "full")
 _MICRO = (1, 2, 4, 8, 16)
 _MOST_STAGES = 128
+_NODE = 8  # devices that share a host, as nodes are usually built
 TIE = 0.01  # predictions this close are equal: the model's own error is several times larger, so the simpler layout wins
 _LEAST_TOKENS = 4096  # a context-parallel rank with fewer has chunks too short for the attention kernel and the gathers
 _CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -31,6 +34,7 @@ class Request:
         limit_bytes: what a device may hold; by default 96 % of what a process can allocate there.
         zero: stages to try. recompute: policies to try, cheapest first.
         fixed: degrees of the layout that are not searched, such as {"tp": 8}.
+        host_bytes: of memory that the ranks of a node of 8 may fill with states.
         base: fields that every layout has (dtypes, tiers, schedule).
     """
 
@@ -44,6 +48,7 @@ class Request:
     fixed: dict[str, int] = field(default_factory=dict)
     base: Layout = field(default_factory=Layout)
     attention: str = "causal"
+    host_bytes: float = 2e12
 
     @property
     def limit(self) -> float:
@@ -92,12 +97,14 @@ class Plan:
 
     Attributes:
         tried: legal layouts whose memory was computed. full: how many of them did not fit.
+        note: what was changed of the request to find any; "" when nothing was.
     """
 
     request: Request
     candidates: tuple[Candidate, ...]
     tried: int
     full: int
+    note: str = ""
 
     @property
     def best(self) -> Candidate:
@@ -120,12 +127,39 @@ class Plan:
         return None
 
 
+# what leaves the device when nothing fits there, the least first: (optimizer tier, parameter tier, ZeRO stages)
+_OFFLOADS = (("cpu", "device", (1, 2, 3)), ("cpu", "cpu", (3,)), ("nvme", "nvme", (3,)))
+
+
 def make_plan(request: Request) -> Plan:
-    """Return the plan.
+    """Return the plan. Where nothing fits the devices, states go to host memory or to drives, as few of them as are needed.
 
     Raises:
         LedgerError: nothing is legal, or nothing fits; the message says what is nearest.
     """
+    try:
+        return _searched(request)
+    except _NothingFits as nothing:
+        if not (request.base.optimizer_tier == request.base.parameter_tier == "device") or request.fixed.get("zero") == 0:
+            raise
+        for optimizer, parameters, stages in _OFFLOADS:
+            allowed = tuple(stage for stage in stages if stage in request.zero and request.fixed.get("zero", stage) == stage)
+            base = replace(request.base, optimizer_tier=optimizer, parameter_tier=parameters)
+            try:
+                found = _searched(replace(request, base=base, zero=allowed))
+            except LedgerError:
+                continue
+            return replace(found, note=f"nothing fits with all states on the devices ({nothing.smallest}), so some rest off them")
+        raise
+
+
+class _NothingFits(LedgerError):
+    """No layout fits; `smallest` is the least that one needs, in words."""
+
+    smallest = ""
+
+
+def _searched(request: Request) -> Plan:
     tried = full = 0
     fitting: list[Candidate] = []
     smallest: tuple[float, Layout] | None = None
@@ -135,7 +169,9 @@ def make_plan(request: Request) -> Plan:
             if problems(job):
                 continue
             tried += 1
-            memory, _ = peak_bytes(job)
+            memory, stage = peak_bytes(job)
+            if not _host_holds(request, job, -stage):
+                continue
             if smallest is None or memory < smallest[0]:
                 smallest = (memory, layout)
             if memory > request.limit:
@@ -145,11 +181,23 @@ def make_plan(request: Request) -> Plan:
             fitting.append(Candidate(job, memory, time.seconds, time.mfu))
             break  # the next of the family recomputes more, which costs time and gains nothing
     if not fitting:
-        raise LedgerError(_nothing(request, tried, smallest))
+        nothing = _NothingFits(_nothing(request, tried, smallest))
+        nothing.smallest = (
+            "no layout is legal" if smallest is None else f"the smallest needs {show_bytes(smallest[0])} of {show_bytes(request.limit)}"
+        )
+        raise nothing
     fitting.sort(key=lambda each: (each.seconds, each.memory_bytes))
     close = [each for each in fitting if each.seconds <= (1 + TIE) * fitting[0].seconds]
     best = min(close, key=lambda each: (each.axes, each.seconds))
     return Plan(request, (best, *(each for each in fitting if each is not best)), tried, full)
+
+
+def _host_holds(request: Request, job: Job, stage: int) -> bool:
+    """Whether the ranks of a node find room for what rests in host memory."""
+    if job.layout.optimizer_tier == job.layout.parameter_tier == "device":
+        return True
+    each = sum(size for tier, _, size, _ in state_rows(job, stage) if tier == "cpu")
+    return each * min(job.cluster.devices, _NODE) <= request.host_bytes
 
 
 def _nothing(request: Request, tried: int, smallest: tuple[float, Layout] | None) -> str:
@@ -157,12 +205,13 @@ def _nothing(request: Request, tried: int, smallest: tuple[float, Layout] | None
     if smallest is None:
         return (
             f"no legal layout of {request.shape.name} on {request.cluster}: a step has {sequences:,} sequences, and some degrees of "
-            f"{request.cluster.devices:,} devices must divide it; try a batch that is a multiple of the devices over tp x pp"
+            f"{request.cluster.devices:,} devices must divide it; try a batch that is a multiple of the devices over tp x pp, "
+            f"such as {1 << round(math.log2(sequences)):,}"
         )
     need, layout = smallest
     return (
         f"none of {tried:,} layouts fits {show_bytes(request.limit)} a device; the smallest needs {show_bytes(need)}: {layout.words()}. "
-        "Use more devices, a shorter sequence, ZeRO 3, full recomputation, or offload (--optimizer-tier cpu)"
+        "Use more devices, a shorter sequence, full recomputation, or a drive (--optimizer-tier nvme --parameter-tier nvme --zero 3)"
     )
 
 

@@ -55,7 +55,7 @@ def stage_work(job: Job, stage: int, known: Constants) -> StageWork:
             recompute += unit.count * _core_seconds(job, unit.name, known)
         elif layout.recompute == "selective":
             recompute += unit.count * moved
-    if stage == layout.pp - 1 and job.shape.vocab:
+    if stage == layout.last_stage and job.shape.vocab:
         own, moved = _head(job, known)
         products += own * _PASSES
         memory += moved

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..account import Account, account
 from ..comm.axes import Flow, flows
+from ..comm.tiers import HOST_AXIS, tier_flows
 from ..flops.layers import StepFlops, step_flops
 from ..job import Job
 from ..memory.rank import rank_units, share, stage_kinds
@@ -72,8 +73,8 @@ def step_time(job: Job, constants: Constants | None = None) -> StepTime:
     again = micro * _weighted(works, counts, lambda work: work.recompute)
     products = micro * _weighted(works, counts, lambda work: work.products) - ideal
     usual = max(zip(kinds, works, strict=True), key=lambda pair: (pair[0][1], pair[1].seconds))[0][0]
-    moved = flows(job, usual, known.rates)  # of the kind that most stages are of
-    exposed = {axis: _exposed(job, axis, moved, slowest, known) for axis in ("tp", "cp", "ep", "pp", "dp")}
+    moved = [*flows(job, usual, known.rates), *tier_flows(job, usual)]  # of the kind that most stages are of
+    exposed = {axis: _exposed(job, axis, moved, slowest, known) for axis in _AXES}
     optimizer = _optimizer_seconds(job, known)
     terms = [
         ("ideal compute", ideal, f"model FLOPs at peak, attention {job.attention}"),
@@ -90,7 +91,7 @@ def step_time(job: Job, constants: Constants | None = None) -> StepTime:
     terms.append(("spread over nodes", spread, "stragglers and congestion, by doublings of the nodes"))
     switches = {"attention_counted": job.attention, "peak": f"{peak:.4g} FLOP/s {layout.compute}", "constants": origin}
     parts = account(f"time of a step: {job.shape.name} on {job.cluster}", "s", terms, **switches)
-    bound = max(ideal, max((_sum(moved, axis) for axis in ("tp", "cp", "ep", "pp", "dp")), default=0.0))
+    bound = max(ideal, max((_sum(moved, axis) for axis in _AXES), default=0.0))
     return StepTime(parts, tuple(moved), flops, peak, job.tokens, job.cluster.devices, bound, known, origin)
 
 
@@ -113,7 +114,7 @@ def _exposed(job: Job, axis: str, moved: list[Flow], work: StageWork, known: Con
         return _HALF_HIDDEN * sum(flow.seconds for flow in own)
     every_pass = placement_of(job.layout.zero).reduces_every_pass
     passes = job.layout.accumulation
-    windows = {"forward": work.forward, "backward": work.backward, "forward and backward": work.forward + work.backward}
+    windows = {"nothing": 0.0, "forward": work.forward, "backward": work.backward, "forward and backward": work.forward + work.backward}
     exposed = 0.0
     used = 0.0
     for flow in own:
@@ -140,6 +141,7 @@ def _optimizer_seconds(job: Job, known: Constants) -> float:
     return moved / speed
 
 
+_AXES = ("tp", "cp", "ep", "pp", "dp", HOST_AXIS)
 _HALF_HIDDEN = 0.5  # of the gathers of keys and values, and of dispatch to experts: attention and other chunks run beside them
 
 

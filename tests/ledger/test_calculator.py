@@ -12,12 +12,13 @@ from stateroom.ledger.comm.axes import Rates, flows, group_of, seconds_of
 from stateroom.ledger.comm.collectives import collective_seconds
 from stateroom.ledger.flops import forward_flops, narayanan_flops, step_flops, training_flops_per_token
 from stateroom.ledger.hardware import read_cluster
-from stateroom.ledger.job import Job, Layout, problems, stage_layers
+from stateroom.ledger.job import Job, Layout, problems
 from stateroom.ledger.memory import core_factor, layer_activations, megatron_activation_bytes, zero_states
 from stateroom.ledger.memory.life import fullest, in_flight_chunks, peak_bytes
 from stateroom.ledger.memory.rank import padded, rank_states, rank_units, share
 from stateroom.ledger.memory.tensors import LayerOptions, layer_tensors
 from stateroom.ledger.pipeline import bubble_share, bubble_time, instructions, simulate
+from stateroom.ledger.pipeline.partition import part_sizes
 from stateroom.ledger.problems import LedgerError
 from stateroom.ledger.shapes import count_parameters, read_shape
 from stateroom.ledger.step import step_time
@@ -96,7 +97,7 @@ def test_a_share_is_that_of_the_engines_layout(numel, world):
 def test_states_and_traffic_equal_what_the_engine_predicts_to_the_byte(stage, world):
     """The engine hands its units to predict_states and predict_traffic; the calculator has the same bytes from sizes alone."""
     shape, accumulation = read_shape("smollm2-135m"), 3
-    made = Job(shape, read_cluster(f"{world}xh100"), Layout(dp_shard=world, zero=stage, accumulation=accumulation), 512)
+    made = Job(shape, read_cluster(f"{world}xh100"), Layout(dp_shard=world, zero=stage, accumulation=accumulation, on_host=True), 512)
     units = []
     for unit in rank_units(made, 0):
         layout = UnitLayout.even([(unit.name, (unit.numel,))], world)
@@ -143,9 +144,9 @@ def test_offload_moves_states_to_their_tier():
 
 
 def test_the_uneven_stage_is_the_first_or_the_last():
-    assert stage_layers(126, 16) == [7, *[8] * 14, 7]
+    assert part_sizes(126, 16) == [7, *[8] * 14, 7]
     for layers, stages in ((80, 8), (61, 16), (70, 12), (5, 5)):
-        assert sum(stage_layers(layers, stages)) == layers
+        assert sum(part_sizes(layers, stages)) == layers
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,31 +11,25 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from dryrun_job import SEQ, SIZES, config_of, measured  # noqa: E402
+from dryrun_job import SEQ, SIZES, config_of, deep, listed, measured  # noqa: E402
 from stateroom.ledger.dryrun.collect import report_of  # noqa: E402
 from stateroom.ledger.dryrun.run import dry_run  # noqa: E402
 
 JOB = str(HERE / "dryrun_job.py")
+SECTOR = 4096
 CONFIGS = [(stage, precision, gas) for stage in range(4) for precision, gas in (("fp32", 1), ("bf16", 1), ("bf16", 3))]
 
 
-def dry(config, ranks, rank=0, **options):
-    record = dry_run(JOB, [json.dumps(config)], ranks, rank, **options)
+def dry(config, ranks, rank=0, job="build", **options):
+    record = dry_run(JOB, [json.dumps(config), job], ranks, rank, **options)
     return report_of(record, JOB)
 
 
 @pytest.mark.parametrize(("stage", "precision", "gas"), CONFIGS)
 def test_dry_run_takes_what_the_engine_takes(pools, stage, precision, gas):
     config = config_of(stage, precision, gas)
-    (real, peak), _ = pools(2).run(measured, config)
-    found = dry(config, 2, backend="gloo")
-    rest = found.instants[0].states
-    for row in real.states:
-        assert rest.get(row.state, 0) == row.measured_bytes == row.predicted_bytes, row
-    assert [(r.kind, r.state, r.counted_calls, r.counted_bytes, r.sent_bytes) for r in found.traffic] == [
-        (r.kind, r.state, r.counted_calls, r.counted_bytes, r.sent_bytes) for r in real.traffic
-    ]
-    assert abs(found.peak.total / peak - 1) < 0.03, (found.peak, peak)
+    real, _ = pools(2).run(measured, config)
+    check(real, dry(config, 2, backend="gloo").own)
 
 
 FOUR = [pytest.param(*each, marks=() if each == (3, "bf16", 3) else pytest.mark.full) for each in CONFIGS]
@@ -44,27 +38,121 @@ FOUR = [pytest.param(*each, marks=() if each == (3, "bf16", 3) else pytest.mark.
 @pytest.mark.parametrize(("stage", "precision", "gas"), FOUR)
 def test_four_ranks(pools, stage, precision, gas):
     config = config_of(stage, precision, gas)
-    (real, peak), *_ = pools(4).run(measured, config)
-    found = dry(config, 4, backend="gloo")
-    rest = found.instants[0].states
-    for row in real.states:
-        assert rest.get(row.state, 0) == row.measured_bytes == row.predicted_bytes, row
-    moved = [(row.kind, row.state, row.counted_calls, row.counted_bytes) for row in real.traffic]
-    assert [(row.kind, row.state, row.counted_calls, row.counted_bytes) for row in found.traffic] == moved
-    assert abs(found.peak.total / peak - 1) < 0.03, (found.peak, peak)
+    real, *_ = pools(4).run(measured, config)
+    check(real, dry(config, 4, backend="gloo").own)
+
+
+def check(real, found, within=0.03):
+    """States on every tier, collectives and messages are equal to the byte, in engine, dry run and calculator; the peak within 3 %."""
+    ledger, peak = real
+    rest, known = found.rest(), found.beside
+    for row in ledger.states:
+        size = rest.get((row.tier, row.state), 0)
+        if row.state in ("sub-group buffers", "staging buffers"):
+            assert 0 < size - row.measured_bytes <= 5 * SECTOR, row  # each buffer begins on a sector
+            continue
+        assert size == row.predicted_bytes, row
+        # a file system may take a block more for where the pieces of a file lie
+        assert row.measured_bytes == size or (row.tier == "nvme" and 0 < row.measured_bytes - size <= 3 * SECTOR), row
+    assert {key: size for key, size in rest.items() if key in known.states} == {key: size for key, size in known.states.items() if size}
+    moved = [(row.axis, row.kind, row.state, row.counted_calls, row.counted_bytes, row.sent_bytes) for row in ledger.traffic]
+    assert [(row.axis, row.kind, row.state, row.counted_calls, row.counted_bytes, row.sent_bytes) for row in found.traffic] == moved
+    assert {(axis, kind, state): (calls, size) for axis, kind, state, calls, size, _ in moved if state != "control"} == known.traffic
+    assert all(row.predicted_bytes == row.counted_bytes for row in ledger.traffic if row.state != "control")
+    assert {(row.direction, row.state): row.predicted_bytes for row in ledger.moves} == known.moves
+    assert found.flops == known.flops
+    assert abs(found.peak.total / peak - 1) < within, (found.peak, peak)
+
+
+def pipelined(schedule, zero, gas, ranks, **section):
+    return schedule, zero, gas, ranks, section
+
+
+PIPELINES = [
+    pipelined("1f1b", 0, 4, 2),
+    pipelined("1f1b", 1, 3, 4),
+    pytest.param(*pipelined("gpipe", 2, 2, 4), marks=pytest.mark.full),
+    pipelined("interleaved-1f1b", 0, 4, 2, chunks=2),
+    pytest.param(*pipelined("zero-bubble", 1, 4, 4), marks=pytest.mark.full),
+    pytest.param(*pipelined("zbv", 0, 4, 2), marks=pytest.mark.full),
+    pytest.param(*pipelined("1f1b", 1, 4, 4, partition="uniform"), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("schedule", "zero", "gas", "ranks", "section"), PIPELINES)
+def test_pipeline_stages_take_what_the_engine_takes(pools, schedule, zero, gas, ranks, section):
+    """Every stage: states, what is reduced among its copies, what it sends and receives, its share of the FLOPs, its peak."""
+    config = config_of(zero, "bf16", gas, pipeline={"stages": 2, "split": "auto", "schedule": schedule, **section})
+    real = pools(ranks).run(measured, config, deep)
+    found = dry(config, ranks, job="deep", backend="gloo")
+    for each in found.stages:
+        # zbv's split backwards let go of a few activations earlier for real than on fake tensors: 3.5 % of a model this small
+        check(real[each.rank], each, within=0.05 if schedule == "zbv" else 0.03)
+    assert [each.rank for each in found.stages] == [0, ranks // 2]
+    assert {row.axis for row in found.own.traffic} == ({"pp"} if ranks == 2 else {"dp", "pp"})
+    assert sum(each.count for each in found.classes) == ranks
+
+
+def test_a_list_of_layers_under_zero_3(pools):
+    """A PipelineModule, whose stages gather their layers where they run; the rank that is asked for is one of the last stage."""
+    config = config_of(3, "bf16", 3)
+    real = pools(4).run(measured, config, listed)
+    found = dry(config, 4, 3, "listed", backend="gloo")
+    assert [each.rank for each in found.stages] == [1, 3] and found.own.stage == 1
+    for each in found.stages:
+        check(real[each.rank], each)
+
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+OFFLOADS = [
+    pytest.param(1, 2, CPU, None, 2, marks=pytest.mark.full),
+    (2, 2, CPU, None, 2),
+    pytest.param(3, 1, CPU, CPU, 4, marks=pytest.mark.full),
+    (3, 2, NVME, {**NVME, "max_in_cpu": 0}, 2),
+    pytest.param(3, 2, CPU, {**NVME, "max_in_cpu": 100_000}, 2, marks=pytest.mark.full),
+    pytest.param(2, 3, NVME, None, 4, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("stage", "gas", "optimizer", "params", "ranks"), OFFLOADS)
+def test_offloaded_states_take_what_the_engine_takes(pools, tmp_path, stage, gas, optimizer, params, ranks):
+    zero = {"stage": stage, "sub_group_size": 50_000}
+    zero["offload_optimizer"] = {**optimizer, "nvme_path": str(tmp_path)}
+    if params is not None:
+        zero["offload_param"] = {**params, "nvme_path": str(tmp_path)}
+    config = config_of(stage, "bf16", gas, zero_optimization=zero)
+    real, *_ = pools(ranks).run(measured, config)
+    files = sorted(tmp_path.iterdir())
+    found = dry(config, ranks, backend="gloo")
+    check(real, found.own)
+    assert sorted(tmp_path.iterdir()) == files  # a dry run leaves nothing there
+    missing = json.loads(json.dumps(config).replace(str(tmp_path), "/no/such/drive"))
+    on_device = dry(missing, ranks).own
+    assert on_device.rest() == found.own.rest()
+    assert on_device.peak.total < found.peak.total  # an accelerator's memory is not the host's
+    assert on_device.host_peak >= sum(size for (tier, _), size in on_device.rest().items() if tier == "cpu")
+
+
+def test_pipeline_stages_with_offload(pools):
+    """Copies of a stage share states that rest in host memory."""
+    zero = {"stage": 1, "offload_optimizer": CPU}
+    config = config_of(1, "bf16", 2, zero_optimization=zero, pipeline={"stages": 2, "split": "auto"})
+    real = pools(4).run(measured, config)
+    for each in dry(config, 4, backend="gloo").stages:
+        check(real[each.rank], each)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_calculator_beside_it_is_equal_to_the_byte(stage):
     """Shares, payloads and FLOPs of a rank among 64, where no size divides evenly."""
     found = dry(config_of(stage, "bf16", 3), 60, 17)
-    rest, known = found.instants[0].states, found.beside
+    rest, known = found.own.rest(), found.beside
     assert known.states and known.traffic
-    for state, size in known.states.items():
-        assert rest[state] == size, state
-    counted = {("dp", r.kind, r.state): (r.counted_calls, r.counted_bytes) for r in found.traffic if r.state != "control"}
+    for key, size in known.states.items():
+        assert rest[key] == size, key
+    counted = {("dp", r.kind, r.state): (r.counted_calls, r.counted_bytes) for r in found.own.traffic if r.state != "control"}
     assert counted == known.traffic
-    assert found.flops == known.flops
+    assert found.own.flops == known.flops
 
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
@@ -73,7 +161,7 @@ def test_recomputation_keeps_less_and_executes_more(policy):
     assert found.peak.total < plain.peak.total
     tokens, ffn = 2 * SEQ, 352
     skipped = 3 * 2 * tokens * ffn * SIZES["dim"]  # a layer's last product: its result is needed by nothing
-    assert found.flops == found.beside.flops - (skipped if policy == "full" else 0)
+    assert found.own.flops == found.beside.flops - (skipped if policy == "full" else 0)
     assert any("last product" in note for note in found.notes) == (policy == "full")
 
 
@@ -85,8 +173,8 @@ def test_rank_classes_are_what_a_run_as_each_of_them_finds(optimizer):
     assert sum(each.count for each in classes) == 12
     assert len(classes) >= (3 if optimizer == "Muon" else 1)
     for each in classes:
-        seen = dry(config, 12, each.spans[-1][1]).instants[0].states
-        assert {state: seen.get(state, 0) for state in each.states} == dict(each.states)
+        seen = dry(config, 12, each.spans[-1][1]).own.rest()
+        assert {key: seen.get(key, 0) for key in each.states} == dict(each.states)
 
 
 def script(folder, text):
@@ -145,8 +233,8 @@ for x, y in loader:
 """
     path = script(tmp_path, text)
     found = report_of(dry_run(path, [], 16, 5), path)
-    assert found.steps == 2 and found.flops > 0
-    assert ("allreduce", 16, 2, 2 * 4) in found.own or ("allreduce", 16, 1, 4) in found.own
+    assert found.steps == 2 and found.own.flops > 0
+    assert ("allreduce", 16, 2, 2 * 4) in found.own.own or ("allreduce", 16, 1, 4) in found.own.own
     assert not (tmp_path / "saves").exists() and not (tmp_path / "run").exists()
     assert "vocab" in found.beside.why
     text = "\n".join(found.lines())

@@ -21,6 +21,7 @@ from stateroom.ledger.plan.reasons import neighbours
 from stateroom.ledger.plan.search import TIE
 from stateroom.ledger.problems import LedgerError
 from stateroom.ledger.shapes import read_shape
+from stateroom.ledger.step.time import step_time
 
 
 def request(model="llama3-70b", on="128x8 h100", seq=8192, batch=512, **more):
@@ -124,7 +125,7 @@ def test_a_config_that_a_user_has():
 
 def test_what_cannot_be_planned_says_what_is_nearest():
     with pytest.raises(LedgerError, match=r"none of \d+ layouts fits .* the smallest needs .* Use more devices"):
-        make_plan(request("llama3-405b", "8xh100", 8192, 8))
+        make_plan(request("llama3-405b", "8xh100", 8192, 8, limit_bytes=5e9))
     with pytest.raises(LedgerError, match=r"no legal layout .* a step has 7 sequences"):
         make_plan(request("llama3-8b", "8x8 h100", 8192, 7, fixed={"tp": 1, "pp": 1}))
 
@@ -139,9 +140,30 @@ def test_states_off_the_device_need_their_stage_on_one_rank_too():
     assert {each.layout.zero for each in plan.candidates} == {3}
     names = {term.name for term in plan.best.memory.peak[1].terms}
     assert {"gathered units", "gradients of running units"} <= names and not {"parameters", "gradients", "master weights"} & names
-    with pytest.raises(LedgerError, match="none of"):
-        make_plan(request("llama3-8b", "1xh100", 8192, 16))
     assert config_of(plan.best.job)["zero_optimization"]["offload_param"] == {"device": "cpu"}
+
+
+def test_what_fits_nowhere_goes_off_the_devices_and_no_further_than_it_must():
+    """The optimizer to the host, parameters too where a device holds less, a drive where the host is small."""
+    for limit, host, tiers in ((None, 2e12, ("cpu", "device")), (3e10, 2e12, ("cpu", "cpu")), (None, 5e10, ("nvme", "nvme"))):
+        plan = make_plan(request("llama3-8b", "1xh100", 8192, 16, limit_bytes=limit, host_bytes=host))
+        assert "nothing fits with all states on the devices" in plan.note
+        assert (plan.best.layout.optimizer_tier, plan.best.layout.parameter_tier) == tiers
+        assert config_of(plan.best.job)["zero_optimization"]["offload_optimizer"] == {"device": tiers[0]}
+        assert f"optimizer on {tiers[0]}" in plan.best.layout.words()
+    assert make_plan(request("llama3-8b", "8xh100", 8192, 16)).note == ""
+
+
+def test_the_host_bus_and_the_drive_are_in_traffic_and_time():
+    made = request("llama3-8b", "8xh100", 8192, 64).job(
+        Layout(dp_shard=8, zero=3, accumulation=8, optimizer_tier="nvme", parameter_tier="cpu")
+    )
+    found = step_time(made)
+    moved = {(flow.axis, flow.primitive, flow.state): flow.sent_bytes for flow in found.flows}
+    share = 8_030_261_248 / 8
+    assert moved["host", "to host", "gradients"] == pytest.approx(8 * 4 * share, rel=1e-4)
+    assert moved["nvme", "written", "optimizer states"] == moved["nvme", "read", "optimizer states"] == pytest.approx(8 * share, rel=1e-2)
+    assert found.parts["exposed host"] > 0 and sum(term.value for term in found.parts.terms) == pytest.approx(found.seconds)
 
 
 def test_the_report_is_one_file_with_charts_and_nothing_from_outside(golden):

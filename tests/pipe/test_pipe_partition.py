@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 from stateroom.errors import ConfigError
+from stateroom.ledger.pipeline.partition import balanced, by_type, explicit, lightest, uniform
 from stateroom.pipe import LayerSpec, PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology, TiedLayerSpec
-from stateroom.pipe.partition import balanced, by_type, explicit, lightest, uniform
 from stateroom.pipe.specs import outline
 from stateroom.pipe.topology import Grid
 from stateroom.pipe.weigh import weigh

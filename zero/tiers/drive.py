@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
@@ -230,6 +231,12 @@ class Drive:
         starts = range(0, buffer.numel(), self.request_bytes)
         self.count(direction, state, len(starts), buffer.numel())
         return Transfer([self.submit(partial(self.transfer, direction, file, at + s, buffer[s : s + self.request_bytes])) for s in starts])
+
+    def place(self, out: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy bytes within host memory, from a thread of the drive."""
+        # neither torch, whose kernels would start a team of threads for each thread of the drive, nor numpy, which would
+        # make the storage one that cannot be resized
+        ctypes.memmove(out.data_ptr(), staged.data_ptr(), staged.nbytes)
 
     def count(self, direction: str, state: str, requests: int, num_bytes: int) -> None:
         """Book requests."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ class DiskHome:
     def load(self, out: torch.Tensor) -> Transfer:
         """Start filling `out` [numel], on any device; it must stay where it is until wait()."""
         self.flush()
-        arrived = _Arrival(out)
+        arrived = _Arrival(out, self.drive)
         file = self.drive.file(self.state, self.dtype)
         futures = []
         for at, count, base in self._pieces():
@@ -114,17 +113,15 @@ class DiskHome:
 class _Arrival:
     """Copies from staging to where bytes are wanted, from a thread of the drive."""
 
-    def __init__(self, out: torch.Tensor) -> None:
-        self._device = out.device
+    def __init__(self, out: torch.Tensor, drive: Drive) -> None:
+        self._device, self._drive = out.device, drive
         # what the training thread still does with this memory comes first
         self._before = None if out.device.type == "cpu" else torch.accelerator.current_stream(out.device).record_event()
 
     def copy(self, out: torch.Tensor, staged: torch.Tensor) -> None:
         """Return when `out` has been filled and `staged` may be used again."""
         if self._before is None:
-            # neither torch, whose kernels would start a team of threads for each thread of the drive, nor numpy, which would
-            # make the storage one that cannot be resized
-            ctypes.memmove(out.data_ptr(), staged.data_ptr(), staged.nbytes)
+            self._drive.place(out, staged)
             return
         stream = torch.Stream(self._device)
         stream.wait_event(self._before)

@@ -8,7 +8,6 @@ from pathlib import Path
 from .drive import REQUEST_BYTES, REQUESTS
 
 DEVICE, CPU, NVME = "device", "cpu", "nvme"
-SUB_GROUP_NUMEL = 8 << 20  # where the config leaves it open: large enough for a drive's full rate, small enough for any host
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class TierOptions:
     optimizer_path: Path | None = None
     params_path: Path | None = None
     ratio: float = 1.0
-    sub_group_numel: int = SUB_GROUP_NUMEL
+    sub_group_numel: int = 8 << 20
     sub_groups: int = 3
     param_buffers: int = 5
     param_buffer_numel: int = 100_000_000

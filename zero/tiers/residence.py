@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...parallel.imagined import imagined_world
 from .home import DiskHome, Stored
 from .space import Tile
 
@@ -18,8 +19,17 @@ if TYPE_CHECKING:
     from .tiers import Tiers
 
 
-@cache
 def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    world = imagined_world()  # its tensors have no values and do not mix with others
+    return _made(dtype) if world is None else world.keep(("nothing", dtype), lambda: _new(dtype))
+
+
+@cache
+def _made(dtype: torch.dtype) -> torch.Tensor:
+    return _new(dtype)
+
+
+def _new(dtype: torch.dtype) -> torch.Tensor:
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
 
 
@@ -30,7 +40,7 @@ def stand_in(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.T
 
 def is_stand_in(value: torch.Tensor) -> bool:
     """Whether the values of a tensor are on a drive."""
-    return value.data_ptr() == _nothing(value.dtype).data_ptr()
+    return value.untyped_storage()._cdata == _nothing(value.dtype).untyped_storage()._cdata
 
 
 class Residence:

@@ -13,19 +13,22 @@ class Staging:
     """`count` buffers of one size, made when the first is needed.
 
     Whoever takes one waits until one is free; the threads of the drive give them back, so nobody waits for himself.
+
+    Attributes:
+        buffers: all of them, once they are made.
     """
 
     def __init__(self, count: int, num_bytes: int, pinned: bool) -> None:
         self.count, self.num_bytes, self._pinned = count, round_up(num_bytes), pinned
-        self._made = False
+        self.buffers: list[torch.Tensor] = []
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
 
     def take(self) -> torch.Tensor:
         """Return a free buffer, uint8 [num_bytes]."""
-        if not self._made:
-            self._made = True
-            for _ in range(self.count):
-                self._free.put(aligned_buffer(self.num_bytes, self._pinned))
+        if not self.buffers:
+            self.buffers = [aligned_buffer(self.num_bytes, self._pinned) for _ in range(self.count)]
+            for buffer in self.buffers:
+                self._free.put(buffer)
         return self._free.get()
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -40,4 +43,4 @@ class Staging:
     @property
     def held_bytes(self) -> int:
         """Bytes of host memory in use."""
-        return self.most_bytes if self._made else 0
+        return self.most_bytes if self.buffers else 0

@@ -100,6 +100,11 @@ class BySubGroups:
         return sum(room.buffer.nbytes for room in self._rooms)
 
     @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers."""
+        return [room.buffer for room in self._rooms]
+
+    @property
     def rooms(self) -> int:
         """Sub-groups whose states are in memory at once."""
         return len(self._rooms)

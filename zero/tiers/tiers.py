@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...parallel.imagined import imagined_world
 from ..layout import Layout
 from .drive import Drive
 from .home import DiskHome
+from .imagined import ImaginedDrive
 from .options import CPU, DEVICE, NVME, TierOptions
 from .residence import Residence, stand_in
 from .space import Space, Span, Tile
@@ -169,7 +171,8 @@ class Tiers:
 
     def _drive(self, path: Path) -> Drive:
         if path not in self._drives:
-            self._drives[path] = Drive(path, self.rank, self.options.request_bytes, self.options.requests, self.pinned)
+            kind = Drive if imagined_world() is None else ImaginedDrive
+            self._drives[path] = kind(path, self.rank, self.options.request_bytes, self.options.requests, self.pinned)
         return self._drives[path]
 
     @property
@@ -184,6 +187,11 @@ class Tiers:
             size = min(self.options.param_buffer_numel * 2, self.options.request_bytes)
             self._staging = Staging(self.options.param_buffers, size, self.pinned)
         return self._staging
+
+    @property
+    def staging_buffers(self) -> list[torch.Tensor]:
+        """The staging buffers that exist."""
+        return [] if self._staging is None else self._staging.buffers
 
     def check(self, num_bytes: dict[str, int], ranks: int) -> None:
         """See before anything is built that the drives can hold the bytes for `optimizer` and `params` of each of a host's ranks.

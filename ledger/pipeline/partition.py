@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 
 def uniform(layers: int, parts: int) -> list[int]:
@@ -99,6 +99,20 @@ def explicit(given: Sequence[int], layers: int, parts: int) -> list[int]:
             f"{parts + 1} rising bounds from 0 to {layers}"
         )
     return bounds
+
+
+def part_sizes(layers: int, parts: int) -> list[int]:
+    """Return layers of each part; where they do not divide, the last and then the first part have one less, then the inner ones.
+
+    The embedding and the head make the ends heavier, which is why they give first (Llama 3 does so).
+    """
+    most = -(-layers // parts)
+    sizes = [most] * parts
+    lacking = most * parts - layers
+    order = [parts - 1, 0, *range(parts - 2, 0, -1)]
+    for position in order[:lacking]:
+        sizes[position] -= 1
+    return sizes
 
 
 def _check(layers: int, parts: int) -> None:
