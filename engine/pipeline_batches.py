@@ -132,6 +132,9 @@ class Agreement:
         """Keep an error for `end`, after cutting the connections of this rank so that nobody waits for it."""
         try:
             yield
+        except RankError as error:
+            self._error = RankError(str(error))  # the traceback of the error itself would hold connections that are to close
+            sever(_short(error))
         except Exception as error:
             self._error = error
             sever(_short(error))
