@@ -186,6 +186,15 @@ def test_an_iterator_that_ends_early_on_one_rank_is_named_on_all(pools):
     assert got[0][2] == got[1][2]  # nothing was computed, and training can go on
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("lengths", "ended"), [([8, 8, 8, 6], 3), ([8, 4, 8, 8], 1)])
+def test_an_iterator_of_one_copy_that_ends_early_is_named_on_all(pools, lengths, ended):
+    got = pools(4).run(ending_run, lengths, 4)
+    for steps, said, _ in got:
+        assert steps == "1" and f"rank {ended} after {lengths[ended] - 4} of 4 micro-batches" in said and "Nothing was computed" in said
+    assert len({again for *_, again in got}) == 1
+
+
 def test_iterators_that_end_together_stop_the_loop(pools):
     for steps, said, _ in pools(2).run(ending_run, [8, 8], 4):
         assert steps == "2" and said.startswith("StopIteration")

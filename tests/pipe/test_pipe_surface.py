@@ -223,3 +223,20 @@ def refusals() -> list[str]:
 def test_what_has_no_meaning_is_refused_with_the_reason(pools):
     for said in pools(2).run(refusals):
         assert len(said) == 6 and all("engine.train_batch(data_iter)" in text for text in said)
+
+
+def compiled(data: Any, count: int) -> list[float]:
+    engine = make(count, 2)
+    engine.compile(backend="eager")
+    assert engine.is_compiled
+    losses = [float(engine.train_batch(iter(step[0]))) for step in data]
+    engine.destroy()
+    return losses
+
+
+@full
+def test_stages_are_compiled_like_any_model(pools):
+    data = jobs.batches(4, 4, 1)
+    want = jobs.plain_run(jobs.layers(), data)["losses"]
+    for losses in pools(2).run(compiled, data, 4):
+        assert losses == pytest.approx(want, rel=1e-5)
