@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -13,29 +13,20 @@ from ..ledger.records import PIPELINE_AXIS
 from ..parallel.collectives import Traffic
 from ..parallel.links import Links
 from ..pipe.executor import MicroBatch, Record
-from ..pipe.handover import gathered_on_first
 from ..pipe.post import ACTIVATIONS, GRADIENTS, Post
 from ..pipe.routes import messages, received_bytes, sent_bytes
 from ..pipe.schedules import Schedule, schedule
 from ..pipe.ties import Ties
-from ..pipe.topology import PipelineParallelGrid
-from ..zero.access import state_on_first_rank
 from .batches import cast_floating, loss_of, to_device
-from .data import RepeatingLoader
-from .engine import Engine
 from .pipeline_batches import Agreement, batch_kinds, pull, split_batch
 from .pipeline_setup import Cut
 from .pipeline_stage import run_stage
+from .pipeline_surface import PipelineSurface
 from .recording import count_tokens
 from .reporting import step_traffic
 
-_NO_SINGLE = (
-    "a pipelined model has no {} of its own: its stages work on several micro-batches at once. Call engine.train_batch(data_iter), "
-    "which runs a whole optimizer step, or engine.eval_batch(data_iter)"
-)
 
-
-class PipelineEngine(Engine):
+class PipelineEngine(PipelineSurface):
     """Runs a model that is cut into stages. Built by stateroom.initialize().
 
     Attributes:
@@ -136,18 +127,6 @@ class PipelineEngine(Engine):
         loss = loss if reduce_output is None else loss.sum() if reduce_output == "sum" else loss.mean()
         return (loss, shown) if return_logits else loss
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see train_batch."""
-        raise EngineError(_NO_SINGLE.format("forward()"))
-
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: see train_batch."""
-        raise EngineError(_NO_SINGLE.format("backward()"))
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: see train_batch."""
-        raise EngineError(_NO_SINGLE.format("step()"))
-
     # ---- parts of the model for checkpoints
 
     @property
@@ -158,11 +137,6 @@ class PipelineEngine(Engine):
         foreign = tuple(f"{tie.name}." for tie in self.ties.ties if tie.params and tie.stages[0] != self.cut.stage)
         foreign += tuple(getattr(self.cut.parts, "foreign_buffers", ()))
         return Part(self.dp, copies, stored, foreign, is_whole=self.cut.stages == 1)
-
-    def whole_state_on_first_rank(self, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-        """Return the weights and buffers of all stages in host memory of the first rank, an empty dict elsewhere."""
-        mine = state_on_first_rank(self.module, self.dp, exclude_frozen)
-        return gathered_on_first(self.comm, [row[0] for row in self.cut.grid.ranks], mine)
 
     def stage_traffic(self) -> list[TrafficRow]:
         """Return what the last step sent to other stages and received from them, and what its schedule and shapes predict."""
@@ -212,6 +186,8 @@ class PipelineEngine(Engine):
         except Exception as error:  # on all ranks alike, those too whose own stages came through
             if not self._broken:
                 self._sever(f"{type(error).__name__}: {error}")
+            if agreement.all_know:
+                self._mend()
             raise
         self.last_batch = found.record
         return losses, [found.outputs[number] for number in sorted(found.outputs)] if outputs else None
@@ -266,66 +242,43 @@ class PipelineEngine(Engine):
         """Cut this rank's connections, so that ranks that wait for it raise instead."""
         self._broken = reason
         self.links.close()
-        if self.sharded.placement.gradients.sharded and self.dp is not self.comm:  # they meet within the schedule
+        if self._copies_meet:
             for unit in self.sharded.units:
                 unit.drop_pending()
             self.dp.sever()
             self.cut.close_copies()
 
+    @property
+    def _copies_meet(self) -> bool:
+        """Whether the copies of a stage exchange gradients (and weights) within the schedule."""
+        return self.sharded.placement.gradients.sharded and self.dp is not self.comm
+
+    def _mend(self) -> None:
+        """Connect the stages again after a batch that failed, and forget what it left; every rank must call it."""
+        try:
+            self.links.open()
+            if self._copies_meet:
+                self.dp.renew(self.cut.connect_copies())
+        except RuntimeError:  # another rank is gone since: what is raised already says why the batch failed
+            return
+        self.sharded.backward.abandon()
+        self.zero_grad()
+        self.reset_activation_shape()
+        self.tokens = 0
+        self._broken = ""
+
     def _check_usable(self) -> None:
         self._check_alive()
         if self._broken:
             raise EngineError(
-                f"this engine's stages are disconnected since a batch failed ({self._broken}); destroy() it, build the model anew "
-                "and go on from a checkpoint"
+                f"this engine's stages are disconnected since a rank was lost in a batch ({self._broken}); destroy() it, start the job "
+                "anew and go on from a checkpoint"
             )
-
-    # ---- DeepSpeed's names
-
-    def _source(self, data_iter: Any) -> Any:
-        if data_iter is not None:
-            return data_iter
-        if self._iterator is None and self.training_dataloader is not None:
-            self._repeating = self._repeating or RepeatingLoader(self.training_dataloader)
-            return self._repeating
-        return self._iterator
-
-    @property
-    def grid(self) -> PipelineParallelGrid:
-        """Where this rank stands."""
-        return self.cut.grid.seen_from(self.comm.rank, self.dp.group)
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Take batches from a loader, again and again, where train_batch() is given none."""
-        self._iterator = RepeatingLoader(loader)
-
-    def set_dataiterator(self, iterator: Any) -> None:
-        """Take batches from an iterator where train_batch() is given none."""
-        self._iterator = iterator
-
-    def set_batch_fn(self, fn: Any) -> None:
-        """Turn what iterators give into (inputs, labels) with a function."""
-        self._batch_fn = fn
-
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the first part of the model."""
-        return self.cut.stage == 0
-
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the last part of the model; under a vee of chunks that is the first stage too."""
-        return self.cut.holds_last
-
-    def is_pipe_parallel(self) -> bool:
-        """Whether there is more than one stage."""
-        return self.cut.stages > 1
 
     def reset_activation_shape(self) -> None:
         """Forget the shapes that stages told each other; every rank must call it. Needed only where shapes change by value."""
         self._known.clear()
         self._kinds.clear()
-
-    def set_has_attention_mask(self, value: bool) -> None:
-        """Nothing is to be set: a tuple or dict travels between layers with whatever it holds."""
 
     def destroy(self) -> None:
         """Take all hooks off and free what the engine holds; no rank waits for another."""
@@ -334,4 +287,4 @@ class PipelineEngine(Engine):
         super().destroy()
         self.links.close()
         self.ties.close()
-        self.cut.close_copies()
+        self.cut.close()

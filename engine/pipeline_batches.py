@@ -79,11 +79,13 @@ class Agreement:
 
     Attributes:
         kinds: of the micro-batches of this rank's copy of the model.
+        all_know: every rank has come to `end`, and knows that the batch failed.
     """
 
     def __init__(self, comm: Collectives, cut: Cut) -> None:
         self._comm, self._cut = comm, cut
         self.kinds: list[int] = []
+        self.all_know = False
         self._error: BaseException | None = None
 
     # ---- before
@@ -144,6 +146,9 @@ class Agreement:
         """Keep an error for `end`, after cutting the connections of this rank so that nobody waits for it."""
         try:
             yield
+        except RankError as error:
+            self._error = RankError(str(error))  # the traceback of the error itself would hold connections that are to close
+            sever(_short(error))
         except Exception as error:
             self._error = error
             sever(_short(error))
@@ -172,6 +177,7 @@ class Agreement:
                 raise self._error from None
             raise error
         if failed:
+            self.all_know = True
             self._raise_first(told)
         return rows[self._cut.last_ranks, 1:].mean(dim=0)
 
@@ -191,7 +197,10 @@ class Agreement:
         if not causes:
             raise RankError(f"the stages lost each other: {'; '.join(text for text, _ in told if text)}")
         text = "; ".join(f"rank {rank} ({self._cut.where(rank)}) failed: {text}" for rank, text in causes)
-        raise RankError(f"{text}. This rank stopped with it; the weights are those of the last step") from None
+        raise RankError(
+            f"{text}. This rank stopped with it: nothing was updated, the weights are those of the last step, and training can go on with "
+            "another batch"
+        ) from None
 
 
 def _short(error: BaseException) -> str:

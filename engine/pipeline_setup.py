@@ -16,8 +16,9 @@ from ..parallel import Collectives
 from ..pipe.handover import hand_over
 from ..pipe.module import PipelineModule
 from ..pipe.schedules import KINDS, chunks_of
+from ..pipe.standing import leave, stand
 from ..pipe.ties import Tie
-from ..pipe.topology import Grid
+from ..pipe.topology import Grid, PipelineParallelGrid
 from ..zero.unit import Unit
 
 
@@ -47,7 +48,8 @@ class Cut:
         self.takers = [rank for stage in taking for rank in grid.ranks[stage]]
         self.loss_fn = getattr(parts, "loss_fn", None)
         self.dynamic_shape = bool(getattr(parts, "dynamic_shape", False))
-        self._group: Any = None
+        self._group: Any = None  # of the ranks that hold this stage
+        self._chain_group: Any = None  # of the stages of this copy, for scripts
 
     def ties(self) -> list[Tie]:
         """Return what stages share."""
@@ -77,19 +79,41 @@ class Cut:
 
     def copies_of_stage(self, job: Collectives, ring_path: Any) -> Collectives:
         """Return collectives over the ranks that hold this stage; every rank must call it."""
-        if self.stages == 1:
-            return job
+        stand(self.seen)
+        if self.stages == job.world:
+            self._chain_group = job.group
+        elif self.stages > 1:
+            for chain in zip(*self.grid.ranks, strict=True):
+                group = dist.new_group(list(chain))
+                if job.rank in chain:
+                    self._chain_group = group
+        return Collectives(self.connect_copies(), job.device, ring_path)
+
+    def connect_copies(self) -> Any:
+        """Make the group of the ranks that hold this stage, and return it; every rank must call it."""
         for row in self.grid.ranks:
             group = dist.new_group(row)
-            if job.rank in row:
+            if dist.get_rank() in row:
                 self._group = group
-        return Collectives(self._group, job.device, ring_path)
+        return self._group
 
     def close_copies(self) -> None:
         """Let the group of this stage's ranks go: whoever waits there raises."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+    def close(self) -> None:
+        """Let all groups go."""
+        leave(self.seen)
+        self.close_copies()
+        group, self._chain_group = self._chain_group, None
+        if group is not None and dist.is_initialized() and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+    def seen(self) -> PipelineParallelGrid:
+        """Return where this rank stands, under DeepSpeed's names."""
+        return self.grid.seen_from(dist.get_rank(), self._group, self._chain_group)
 
     # ---- weights of a chunk
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..pipe.executor import Executor, MicroBatch, Record
 from ..pipe.post import Post
 from ..pipe.schedules import Schedule
+from ..zero.unit import Unit
 
 if TYPE_CHECKING:
     from .pipeline import PipelineEngine
@@ -58,6 +59,8 @@ class StageWork:
 
     def __init__(self, engine: PipelineEngine, count: int, *, compute_loss: bool) -> None:
         self._engine, self._compute_loss = engine, compute_loss
+        self._weights: dict[int, list[nn.Parameter]] = {}  # by chunk; within one batch nothing is frozen, put in or taken out
+        self._units: dict[int, list[Unit]] = {}
         backward = engine.sharded.backward
         ranks = 1 if engine.config.gradient_allreduce_op == "sum" else engine.dp.world
         backward.factor = 1.0 / (ranks * count)
@@ -80,7 +83,14 @@ class StageWork:
 
     def weights(self, chunk: int) -> Sequence[nn.Parameter]:
         """Return the trained weights of a chunk."""
-        return self._engine.cut.weights(chunk)
+        if chunk not in self._weights:
+            self._weights[chunk] = self._engine.cut.weights(chunk)
+        return self._weights[chunk]
+
+    def _units_of(self, chunk: int) -> list[Unit]:
+        if chunk not in self._units:
+            self._units[chunk] = self._engine.cut.units(chunk, self._engine.sharded.backward.units)
+        return self._units[chunk]
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
@@ -90,7 +100,7 @@ class StageWork:
         backward.begin()
         try:
             yield
-            units = self._engine.cut.units(chunk, backward.units)
+            units = self._units_of(chunk)
             backward.collect_left(units)
         except BaseException:
             backward.abandon()

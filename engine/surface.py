@@ -101,18 +101,6 @@ class EngineSurface:
         return self.device.index or 0 if self.device.type != "cpu" else saving.local_rank()
 
     @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.comm.world
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.dp.world
-
-    mp_world_size = 1
-
-    @property
     def mesh(self) -> DeviceMesh:
         """The grid of ranks with axes pp, dp_replicate, dp_shard, cp and tp; made when first asked for, by all ranks."""
         if self._mesh is None:

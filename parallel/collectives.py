@@ -77,26 +77,32 @@ class Collectives:
     def __init__(self, group: Any = None, device: torch.device | None = None, ring_path: Path | None = None) -> None:
         if not dist.is_initialized():
             raise RankError("no process group exists (or it was destroyed): call stateroom.init_distributed() first")
-        self.group = dist.group.WORLD if group is None else group
-        self.rank = dist.get_rank(self.group)
-        self.world = dist.get_world_size(self.group)
         self.device = device or torch.device("cpu")
         self.traffic: dict[tuple[str, str], Traffic] = {}
         self.ring = Ring(ring_path)
         self.clock = clock_for(self.device)
+        self._tags: dict[tuple[str, str], int] = {}
+        self._watch: Watch | NoWatch = NoWatch()
+        self.renew(dist.group.WORLD if group is None else group)
+
+    def renew(self, group: Any) -> None:
+        """Use this group, for the first time or after `sever`; every rank of it must call it, and calls are counted anew."""
+        self._watch.close()
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
         world = imagined_world()
         self.is_imagined = world is not None
         self.on_host = self.device.type == "cpu" and (world is None or world.backend == "gloo")
         self._transport: Transport = (
-            transport_for(self.group, self.rank, self.world) if world is None else Imagined(world, self.group, self.rank, self.world)
+            transport_for(group, self.rank, self.world) if world is None else Imagined(world, group, self.rank, self.world)
         )
-        self._tags: dict[tuple[str, str], int] = {}
         self._meetings = 0
         # which of this group's instances this is: meetings of an earlier engine must not count for this one
         key = f"stateroom/serial/{self._group_name()}/{self.rank}"
-        is_fake = dist.get_backend(self.group) == "fake"
+        is_fake = dist.get_backend(group) == "fake"
         self._serial = 0 if is_fake else default_store().add(key, 1)
-        self._watch: Watch | NoWatch = NoWatch()
+        self._watch = NoWatch()
         if self.world > 1 and not is_fake:
             prefix = f"stateroom/watch/{self._group_name()}/{self._serial}"
             self._watch = Watch(self.rank, self.world, dist.PrefixStore(prefix, default_store()))

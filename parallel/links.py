@@ -46,12 +46,17 @@ class Links:
         self.wait_s = 0.0
         self._ring = ring
         self._rank = dist.get_rank()
-        self._groups: dict[tuple[int, int], Any] = {}  # (source, destination) -> group
+        self._chains = [list(chain) for chain in chains]
         self._world = imagined_world()
         self._told: dict[tuple[int, int], int] = {}
         self._tagged = "gloo" in dist.get_backend() and "nccl" not in dist.get_backend()
-        for chain in chains if self._world is None else ():
-            self._connect(list(chain))
+        self.open()
+
+    def open(self) -> None:
+        """Connect the chains, for the first time or after `close`; every rank of the job must call it."""
+        self._groups: dict[tuple[int, int], Any] = {}  # (source, destination) -> group
+        for chain in self._chains if self._world is None else ():
+            self._connect(chain)
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
         # Connections close when nothing refers to them any more, and what is under way does: so only this object holds it.

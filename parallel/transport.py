@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,18 +47,37 @@ class PointToPoint:
     def __init__(self, group: Any, rank: int, world: int) -> None:
         self._group, self._rank, self._world = group, rank, world
         self._peers = [(rank + k) % world for k in range(1, world)]  # everybody starts with another neighbour
+        self._newest: list[Any] = []
 
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int], tag: int) -> Wait:
         """Send the own interval to every peer and receive theirs in place."""
         own = flat[bounds[self._rank] : bounds[self._rank + 1]]
-        works: list[Any] = []
+        starts: list[Callable[[], Any]] = []
         for peer in self._peers:
             theirs = flat[bounds[peer] : bounds[peer + 1]]
             if theirs.numel():
-                works.append(dist.irecv(theirs, group=self._group, group_src=peer, tag=tag))
+                starts.append(partial(dist.irecv, theirs, group=self._group, group_src=peer, tag=tag))
         if own.numel():
-            works += [dist.isend(own, group=self._group, group_dst=peer, tag=tag) for peer in self._peers]
+            starts += [partial(dist.isend, own, group=self._group, group_dst=peer, tag=tag) for peer in self._peers]
+        works = self._start(starts)
         return lambda: [work.wait() for work in works]
+
+    def _start(self, starts: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Start messages to and from peers. Where one is gone the others are served, so that they need not wait for this rank too.
+
+        Raises:
+            RuntimeError: a peer is gone.
+        """
+        self._newest = works = []  # what nothing refers to is never sent
+        trouble: RuntimeError | None = None
+        for start in starts:
+            try:
+                works.append(start())
+            except RuntimeError as error:
+                trouble = trouble or error
+        if trouble is not None:
+            raise trouble
+        return works
 
     def reduce_scatter(self, flat: torch.Tensor, bounds: Sequence[int], wire: torch.dtype, tag: int) -> Wait:
         """Send each peer its interval, receive theirs for the own one, and add in rank order."""

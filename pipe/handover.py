@@ -43,19 +43,23 @@ def hand_over(
                 targets[key].requires_grad_(wants_grad)
 
 
-def gathered_on_first(comm: Collectives, leaders: Sequence[int], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of all leaders by name in host memory of rank 0, an empty dict elsewhere; every rank must call it.
+def gathered(comm: Collectives, leaders: Sequence[int], state: Mapping[str, torch.Tensor], *, everywhere: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of all leaders by name in host memory, of rank 0 or of every rank; an empty dict elsewhere.
 
-    One tensor is on its way at a time. A name that several leaders have is taken from the first.
+    One tensor is on its way at a time. A name that several leaders have is taken from the first. Every rank must call it.
     """
     told = comm.gather_objects([(key, tuple(value.shape), value.dtype) for key, value in state.items()])
     found: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
     for leader in leaders:
         for key, shape, dtype in told[leader]:
+            if key in seen:
+                continue
+            seen.add(key)
             value = state[key].to(comm.device) if comm.rank == leader else torch.empty(shape, dtype=dtype, device=comm.device)
             comm.broadcast(value, state="reading", unit=key, source=leader)
-            if comm.rank == 0:
-                found.setdefault(key, value.cpu())
+            if comm.rank == 0 or everywhere:
+                found[key] = value.cpu()
     return found
 
 

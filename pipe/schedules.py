@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,9 +71,17 @@ class Schedule:
         """Return of each stage the most micro-batches whose activations (of one chunk) it holds at once; none without a backward."""
         return tuple(held(row) if any(each.kind != "F" for each in row) else 0 for row in self.rows)
 
-    def run(self, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0, transfer: float = 0.0) -> Simulation:
-        """Simulate it; the costs are of one chunk."""
-        return simulate(self.rows, forward, backward, weight, transfer, vee=self.vee)
+    def run(
+        self,
+        forward: float = 1.0,
+        backward: float = 1.0,
+        weight: float = 1.0,
+        transfer: float = 0.0,
+        *,
+        cost_of: Callable[[int, Instruction], float] | None = None,
+    ) -> Simulation:
+        """Simulate it; the costs are of one chunk, or `cost_of` (stage, instruction) gives what was measured."""
+        return simulate(self.rows, forward, backward, weight, transfer, vee=self.vee, cost_of=cost_of)
 
 
 def chunks_of(name: str, asked: int = 1) -> int:

@@ -153,9 +153,9 @@ class Grid:
         """Number of data-parallel ranks of each stage."""
         return len(self.ranks[0])
 
-    def seen_from(self, rank: int, data_group: Any = None) -> PipelineParallelGrid:
+    def seen_from(self, rank: int, data_group: Any = None, chain_group: Any = None) -> PipelineParallelGrid:
         """Return the answers of DeepSpeed's grid object for a rank."""
-        return PipelineParallelGrid(self, rank, data_group)
+        return PipelineParallelGrid(self, rank, data_group, chain_group)
 
     def at(self, rank: int) -> tuple[int, int]:
         """Return (stage, copy) of a rank."""
@@ -163,25 +163,62 @@ class Grid:
 
 
 class PipelineParallelGrid:
-    """Where a rank stands, under the names by which scripts ask DeepSpeed's grid (`engine.grid`)."""
+    """Where a rank stands, under the names by which scripts ask DeepSpeed's grid (`engine.grid`).
 
-    def __init__(self, grid: Grid, rank: int, data_group: Any = None) -> None:
-        self._grid, self._rank, self._data_group = grid, rank, data_group
+    As there, "model parallel" means the ranks that hold one copy of the model: here its stages, since no ranks share a
+    matrix. "Tensor model parallel" and "slice parallel" mean ranks that share matrices: this rank alone.
+    """
+
+    def __init__(self, grid: Grid, rank: int, data_group: Any = None, chain_group: Any = None) -> None:
+        self._grid, self._rank, self._data_group, self._chain_group = grid, rank, data_group, chain_group
         self._stage, self._copy = grid.at(rank)
+
+    def topology(self) -> ProcessTopology:
+        """Return the axes and their sizes."""
+        return PipeDataParallelTopology(self._grid.stages, self._grid.copies)
 
     def get_global_rank(self) -> int:
         """Return the rank in the job."""
         return self._rank
 
+    # ---- stages
+
     def get_stage_id(self) -> int:
         """Return the stage."""
         return self._stage
 
-    get_pipe_parallel_rank = get_stage_id
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
         """Return the number of stages."""
         return self._grid.stages
+
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+
+    @property
+    def pp_group(self) -> list[int]:
+        """The ranks that hold this rank's copy of the model, by stage."""
+        return [row[self._copy] for row in self._grid.ranks]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this is stage 0."""
+        return self._stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this is the stage with the highest number."""
+        return self._stage + 1 == self._grid.stages
+
+    def get_pipe_parallel_group(self) -> Any:
+        """Return the process group of the stages of this rank's copy of the model, by stage; None where there is one stage."""
+        return self._chain_group
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """Return the rank that holds a stage of this rank's copy of the model."""
+        return self._grid.ranks[stage_id][self._copy]
+
+    # ---- copies of the model
 
     def get_data_parallel_id(self) -> int:
         """Return which copy of the model this rank is in."""
@@ -197,14 +234,25 @@ class PipelineParallelGrid:
         """Return the process group of the ranks that hold this stage."""
         return self._data_group
 
-    def get_model_parallel_rank(self) -> int:
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the ranks that hold this stage, by copy."""
+        return list(self._grid.ranks[self._stage])
+
+    # ---- all ranks of one copy of the model
+
+    get_model_parallel_rank = get_stage_id
+    get_model_parallel_world_size = get_pipe_parallel_world_size
+    get_model_parallel_group = get_pipe_parallel_group
+
+    # ---- ranks that share matrices
+
+    def get_slice_parallel_rank(self) -> int:
         """Return 0: no ranks share a matrix."""
         return 0
 
-    def get_model_parallel_world_size(self) -> int:
+    def get_slice_parallel_world_size(self) -> int:
         """Return 1: no ranks share a matrix."""
         return 1
 
-    def stage_to_global(self, stage_id: int) -> int:
-        """Return the rank that holds a stage of this rank's copy of the model."""
-        return self._grid.ranks[stage_id][self._copy]
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..problems import LedgerError
@@ -43,13 +43,15 @@ def simulate(
     transfer: float = 0.0,
     *,
     vee: bool = False,
+    cost_of: Callable[[int, Instruction], float] | None = None,
 ) -> Simulation:
-    """Return the course of a schedule whose stages take the same time for a chunk.
+    """Return the course of a schedule whose stages take the same time for a chunk, or the times that were measured.
 
     Args:
         forward, backward, weight: seconds of F, I and W of one chunk; a B is both an I and a W.
         transfer: seconds from one stage to the next, during which both work on.
         vee: chunks go down the stages and up again; see `virtual_stage`.
+        cost_of: (stage, instruction) -> seconds, in place of the three above.
 
     Raises:
         LedgerError: the instructions wait for each other for ever, or one is missing.
@@ -71,7 +73,7 @@ def simulate(
                 if ready is None:
                     break
                 start = max(ready, clock[stage])
-                clock[stage] = start + cost[each.kind]
+                clock[stage] = start + (cost[each.kind] if cost_of is None else cost_of(stage, each))
                 done["I" if each.kind == "B" else each.kind, virtual, each.microbatch] = clock[stage]
                 spans[stage].append((start, clock[stage], each))
                 at[stage] += 1

@@ -130,10 +130,11 @@ def cut(kind: str, data: Any, cfg: dict[str, Any], folder: str | None = None, gi
     evaluated = float(engine.eval_batch(iter([shaped(kind, each) for each in data[0][0]]), num_micro_batches=len(data[0][0])))
     if folder:
         engine.save_checkpoint(folder)
-    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    weights, whole = {name: value.clone() for name, value in engine.module.state_dict().items()}, engine.module_state_dict()
+    assert not any(engine.load_module_state_dict(whole))
     numel = sum(param.numel() for param in engine.module.parameters())
     engine.destroy()
-    return {"losses": losses, "weights": weights, "numel": numel, "evaluated": evaluated}
+    return {"losses": losses, "weights": weights, "whole": whole, "numel": numel, "evaluated": evaluated}
 
 
 def load_plain(kind: str, folder: str, batch: Any) -> float:

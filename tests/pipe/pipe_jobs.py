@@ -140,7 +140,7 @@ def piped_run(
         losses.append(float(engine.train_batch(iter(step[engine.cut.copy]))))
         norms.append(engine.get_global_grad_norm())
         held = max(held, engine.last_batch.held)
-    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
     plan = engine._plan(engine.gradient_accumulation_steps(), True)
     found = {
         "losses": losses,
@@ -188,7 +188,7 @@ def resuming_run(specs: list[Any], data: list[list[list[Any]]], cfg: dict[str, A
     steps = engine.global_steps
     losses = [float(engine.train_batch(iter(step[engine.cut.copy]))) for step in data[at:]]
     engine.save_16bit_model(folder, f"weights_{engine.cut.stages}.pt")
-    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
     return {"losses": losses, "path": path, "client": client, "steps": steps, "weights": weights}
 
@@ -251,7 +251,7 @@ def deepspeed_run(folder: str, stages: int) -> dict[str, Any]:
     cfg = {**config(2, stages), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
     engine, *_ = stateroom.initialize(model=net, config=cfg)
     _, client = engine.load_checkpoint(folder)
-    weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
     ids = torch.arange(8).view(2, 4)
     losses = [float(engine.train_batch(iter([(ids, ids)] * 2))) for _ in range(2)]
     found = {"weights": weights, "client": client, "steps": engine.global_steps, "losses": losses}

@@ -21,6 +21,9 @@ def check(kind, got, data):
         assert rank["losses"] == pytest.approx(want["losses"], rel=1e-5)
         for name, value in rank["weights"].items():
             torch.testing.assert_close(value, want["weights"][name], rtol=1e-5, atol=1e-5)
+        assert set(rank["whole"]) == set(want["weights"])
+        for name, value in rank["whole"].items():
+            torch.testing.assert_close(value, want["weights"][name], rtol=1e-5, atol=1e-5)
     assert {name for rank in got for name in rank["weights"]} == set(want["weights"])
     return want
 

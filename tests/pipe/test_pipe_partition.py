@@ -140,7 +140,7 @@ def test_grids_follow_a_topology():
     assert Grid.over(4, 2).ranks == [[0, 1], [2, 3]]
     seen = Grid.over(4, 2).seen_from(3)
     assert (seen.get_stage_id(), seen.get_data_parallel_rank(), seen.stage_to_global(0), seen.get_global_rank()) == (1, 1, 1, 3)
-    assert (seen.get_pipe_parallel_world_size(), seen.get_data_parallel_world_size(), seen.get_model_parallel_world_size()) == (2, 2, 1)
+    assert (seen.get_pipe_parallel_world_size(), seen.get_data_parallel_world_size(), seen.get_model_parallel_world_size()) == (2, 2, 2)
     assert Grid.over(4, 2, ProcessTopology(["data", "pipe"], [2, 2])).ranks == [[0, 2], [1, 3]]
     with pytest.raises(ConfigError, match="are 4 ranks, but 2 were started"):
         Grid.over(2, 2, PipeDataParallelTopology(2, 2))

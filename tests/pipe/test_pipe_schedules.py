@@ -130,3 +130,13 @@ def test_show_says_what_is_wrong(capsys):
     assert "there is no schedule '2f2b'; known: gpipe" in capsys.readouterr().err
     assert main(["show", "--stages", "2"]) == 2
     assert main(["show", "--help"]) == 0 and "example" in capsys.readouterr().out
+
+
+def test_measured_costs_take_the_place_of_assumed_ones():
+    """Two stages of which the second takes three times as long: the first waits for it, and it for the first forward alone."""
+    plan = schedule("1f1b", 2, 8)
+    cost = {"F": 1.0, "B": 2.0}
+    ran = plan.run(cost_of=lambda stage, each: cost[each.kind] * (3 if stage else 1))
+    assert ran.busy == (24.0, 72.0) and ran.spans[1][-1][1] == 1.0 + 72.0
+    same = plan.run(cost_of=lambda stage, each: cost[each.kind])
+    assert same == plan.run(1.0, 1.0, 1.0)
