@@ -72,12 +72,32 @@ def test_no_room_is_found_before_any_state_changes(pools, tmp_path):
     """Room is reserved while the states are built, so a drive that others fill meanwhile stops the start and not the training."""
     ((kind, message),) = pools(1).run(refusal_when_full, str(tmp_path))
     assert kind == "EngineError"
-    assert "no room for" in message and "No state was changed" in message
+    assert "no room for" in message and "'exp_avg_sq'" in message and "make room" in message and str(tmp_path) in message
+    assert pools(1).run(reservations_while_training, str(tmp_path)) == [0]
 
 
 def refusal_when_full(folder):
-    with mock.patch("os.posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    """There is room for all but the last state."""
+    from stateroom.zero.tiers.drive import Drive
+
+    real = Drive.reserve
+
+    def reserve(drive, state, *args):
+        code = {"exp_avg_sq": errno.ENOSPC}.get(state)
+        with mock.patch("os.posix_fallocate", side_effect=OSError(code, os.strerror(code))) if code else mock.patch("os.getpid", os.getpid):
+            real(drive, state, *args)
+
+    with mock.patch.object(Drive, "reserve", reserve):
         return refusal(offload(3, *NVME, folder))
+
+
+def reservations_while_training(folder):
+    """Return how often room is asked for once the engine is there."""
+    engine = start("gpt", offload(3, *NVME, folder))
+    with mock.patch("os.posix_fallocate", side_effect=OSError(errno.ENOSPC, "full")) as asked:
+        go_on(engine, "gpt", 2)
+    engine.destroy()
+    return asked.call_count
 
 
 @contextmanager
