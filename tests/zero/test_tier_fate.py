@@ -21,11 +21,11 @@ NVME = ("nvme", "nvme")
 
 
 @contextmanager
-def broken(call, rank, on):
+def broken(call, rank, on, code=errno.EIO):
     """Let every os-level `call` fail on one rank."""
 
     def fail(*args):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(code, os.strerror(code))
 
     with mock.patch(f"os.{call}", fail) if rank == on else nullcontext():
         yield
@@ -58,7 +58,7 @@ def test_before_the_update_nothing_is_changed(pools, tmp_path, ranks, on):
         same(found, plain)
 
 
-def update_fails(folder, call, on):
+def update_fails(folder, call, on, code):
     """One rank's update fails half way; try what a script may try then, and load a checkpoint."""
     engine = start("gpt", offload(3, *NVME, folder))
     losses, norms = go_on(engine, "gpt", 2)
@@ -66,7 +66,7 @@ def update_fails(folder, call, on):
     engine.backward(engine(*batch("gpt", 77, 0, engine.global_rank)))
     for unit in engine.sharded.units:
         unit.residence.flush()
-    with broken(call, engine.global_rank, on):
+    with broken(call, engine.global_rank, on, code):
         tried = [error_of(engine.step)]
     inputs = batch("gpt", 2, 0, engine.global_rank)
     tried += [error_of(lambda: engine(*inputs)), error_of(lambda: engine.save_checkpoint(folder + "/mixed"))]
@@ -76,15 +76,18 @@ def update_fails(folder, call, on):
     return tried, results(engine, losses + more[0], norms + more[1])
 
 
-@pytest.mark.parametrize(("call", "what"), [("pwrite", "written"), ("preadv", "read")])
-@pytest.mark.parametrize(("ranks", "on"), [(1, 0), (2, 1)])
-def test_half_an_update_is_known_everywhere_and_never_saved(pools, tmp_path, ranks, on, call, what):
+@pytest.mark.parametrize(
+    ("ranks", "on", "call", "code"),
+    [(2, 1, "pwrite", errno.EIO), (2, 1, "preadv", errno.EIO), (1, 0, "preadv", errno.EIO), (1, 0, "pwrite", errno.ENOSPC)],
+)
+def test_half_an_update_is_known_everywhere_and_never_saved(pools, tmp_path, ranks, on, call, code):
+    what, reason = {"pwrite": "written", "preadv": "read"}[call], os.strerror(code)
     wanted = pools(ranks).run(train, "gpt", {"stage": 3})
-    for (tried, found), plain in zip(pools(ranks).run(update_fails, str(tmp_path), call, on), wanted, strict=True):
+    for (tried, found), plain in zip(pools(ranks).run(update_fails, str(tmp_path), call, on, code), wanted, strict=True):
         for kind, message in tried:
             assert kind == "EngineError", message
             assert f"rank {on}: " in message and str(tmp_path) in message and f"could not be {what}" in message
-            assert "Input/output error" in message and "load_checkpoint()" in message
+            assert reason in message and "load_checkpoint()" in message
         same(found, plain)
     assert not os.path.exists(tmp_path / "mixed")
 

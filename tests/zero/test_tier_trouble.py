@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from unittest import mock
 
@@ -159,6 +160,21 @@ def test_without_direct_io_one_line_says_so_and_nothing_changes(pools, tmp_path)
         said.append([line for line in lines if "without direct I/O" in line])
     assert [len(lines) for lines in said] == [1, 0]
     assert str(tmp_path) in said[0][0]
+
+
+def test_a_file_system_in_memory_is_as_good(pools, tmp_path):
+    """A real one, whether or not its version takes direct I/O."""
+    wanted = pools(2).run(train, "gpt", {"stage": 3})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        try:
+            os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT))
+            expected = [0, 0]
+        except OSError:
+            expected = [1, 0]
+        found = pools(2).run(with_lines, train, "gpt", offload(3, *NVME, folder))
+    for (mine, _), theirs in zip(found, wanted, strict=True):
+        same(mine, theirs)
+    assert [sum("without direct I/O" in line for line in lines) for _, lines in found] == expected
 
 
 def test_pinning_without_an_accelerator_is_said_once(pools):
