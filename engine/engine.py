@@ -100,8 +100,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         self._skips_in_a_row = 0
         self._bad_loss: torch.Tensor | None = None
         self._window_loss: torch.Tensor | None = None
-        self._window_count = 0
-        self.tokens = 0  # that this rank has seen in this step
+        self._window_count = self.tokens = 0  # tokens: that this rank has seen in this step
         self.last_input = (0, 0)  # sequences and tokens a sequence of the newest input of token numbers
         self.step_ends: deque[float] = deque([self.timers.now()[0]], maxlen=2)  # moments on the host's clock
         self.costs: Costs | None = None  # of the newest steps, once there was one
@@ -250,10 +249,9 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         boundary = self.is_gradient_accumulation_boundary()
         if self._in_no_sync and boundary and self.config.managed_gradient_accumulation and self._boundary is None:
             raise EngineError("step() inside no_sync() on an accumulation boundary: leave the context first")
-        self._seen_passes = backward.total_passes
+        self._seen_passes, self._step_applied = backward.total_passes, False
         self.micro_steps += 1
         self._window_micros = 0 if boundary else self._window_micros + 1
-        self._step_applied = False
         if boundary:
             self._update(lr_kwargs or {})
 
@@ -385,9 +383,11 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
                 module._buffers[name] = None if buffer is None else fn(buffer)
         return self
 
-    def _check_alive(self) -> None:
+    def _check_alive(self, *, loads: bool = False) -> None:
         if self._destroyed:
             raise EngineError("this engine was destroyed; call stateroom.initialize again")
+        if self.optimizer is not None and not loads:
+            self.optimizer.fate.refuse_spoiled()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -51,7 +51,12 @@ def tiers_of(
         )
     if options.pinned and comm.device.type == "cpu" and _given(cfg, "pin_memory"):
         say("config: pin_memory: no effect here: without an accelerator no memory is page-locked")
-    tiers = Tiers(options, job.rank, comm.device, say)
+
+    def tell(message: str) -> None:
+        for ranks in {id(each): each for each in (comm, job)}.values():
+            ranks.tell(message)
+
+    tiers = Tiers(options, job.rank, comm.device, say, tell)
     trouble = ""
     try:
         needs = _needs(cfg, model, prepared, options, comm.world)

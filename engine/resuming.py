@@ -117,6 +117,8 @@ def _load_one(engine: Engine, candidate: Candidate, options: LoadOptions) -> tup
     _together(engine, lambda: client_state.append(_restore_training(engine, source, options)))
     engine.zero_grad()
     engine._window_micros = 0
+    if engine.optimizer is not None and options.optimizer and not options.module_only and options.custom is None:
+        engine.optimizer.fate.spoiled = ""  # all of it is the checkpoint's now
     path = source.facts()["path"]
     engine.progress.say(f"loaded {path} (step {engine.global_steps})")
     return str(path), client_state[0]
@@ -166,7 +168,8 @@ def _together(engine: Engine, work: Callable[[], Any]) -> None:
     trouble, damaged = "", False
     cause: Exception | None = None
     try:
-        work()
+        with engine.sharded.agreed_on():
+            work()
     except Exception as error:
         cause = error
         trouble = str(error) if isinstance(error, StateroomError) else f"{type(error).__name__}: {error}"

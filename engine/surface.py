@@ -187,7 +187,7 @@ class EngineSurface:
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; on every rank.
         """
-        self._check_alive()  # type: ignore[attr-defined]
+        self._check_alive(loads=True)  # type: ignore[attr-defined]
         if self.comm.is_imagined:
             self.progress.say("a dry run loads nothing: tensors have no values here")
             return None, {}
@@ -203,6 +203,7 @@ class EngineSurface:
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write whole weights in the compute dtype to one file from rank 0; every rank must call it."""
+        self._check_alive()  # type: ignore[attr-defined]
         if self.comm.is_imagined:
             self.progress.say("a dry run saves nothing")
             return True

@@ -245,6 +245,13 @@ class Collectives:
                 f"every rank must call {what}"
             )
 
+    def tell(self, trouble: str) -> None:
+        """Let the other ranks know why this one cannot go on, before it raises; what they wait in then ends with that reason.
+
+        Returns when they know, after seconds at most. For what happens to one rank alone, outside what ranks agree on.
+        """
+        self._watch.tell(trouble)
+
     # ---- accounts
 
     def snapshot(self) -> dict[tuple[str, str], Traffic]:
@@ -270,6 +277,8 @@ class Collectives:
             self.traffic[key] = Traffic()
         self.traffic[key].add(num_bytes, sent_bytes)
         if not dist.is_initialized():  # the group object outlives its destruction, and on gloo even works on
+            raise self._failed(kind, state, unit, RuntimeError())
+        if self._watch.trouble:
             raise self._failed(kind, state, unit, RuntimeError())
         sequence = self.ring.start(kind, state, unit, num_bytes)
         call = f"{kind}/{unit}"
@@ -304,5 +313,7 @@ class Collectives:
         what = f"{kind} of {state} for unit {unit!r} failed on rank {self.rank} of {self.world}"
         if not dist.is_initialized():
             return RankError(f"{what}: the process group was destroyed; create it again and call initialize anew")
+        if self._watch.trouble:
+            return RankError(f"{what}: {self._watch.trouble}")
         detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return RankError(f"{what}: {detail}. A peer ended, or the ranks do not run the same steps; look at the other ranks' first error")

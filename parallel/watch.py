@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from .elsewhere import Elsewhere, standing_call
@@ -18,6 +19,8 @@ from .elsewhere import Elsewhere, standing_call
 PATIENCE_S = 3.0  # a wait longer than this is looked into
 PERIOD_S = 1.0
 EXIT_STATUS = 70
+TELLING_S = 4 * PERIOD_S  # every rank looks once in a period
+_TROUBLE, _HEARD, _ALL_HEARD = "trouble", "trouble/heard", "trouble/heard by all"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,9 @@ class Watch:
     A rank that waits says so in the store and reads what others say. Only a closed ring of waiting ranks, seen twice, is
     an end: slow ranks are waited for. A call of torch.distributed that blocks cannot be interrupted, so the process is
     ended, with the message and the stack of every thread on standard error.
+
+    Attributes:
+        trouble: why some rank will not come to the calls that others wait in, as that rank has told; "" while all is well.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class Watch:
         self._rank, self._world, self._store = rank, world, store
         self._on_end = on_end or _end_process
         self._patience_s = patience_s
+        self.trouble = ""
         self._counts: dict[str, int] = {}
         self._current: tuple[str, int, str, float] | None = None
         self._said = ""
@@ -137,9 +144,37 @@ class Watch:
         """End the thread."""
         self._stop.set()
 
+    def tell(self, trouble: str) -> None:
+        """Let the other ranks know why this one cannot go on; return when all of them know, or after a few seconds.
+
+        A rank that fails alone says it before it raises: the store may end with it, and others would only see it gone.
+        """
+        if self.trouble:
+            return
+        self.trouble = trouble
+        try:
+            self._store.set(_TROUBLE, trouble)
+            self._store.wait([_ALL_HEARD], timedelta(seconds=TELLING_S))
+        except (RuntimeError, OSError):  # somebody is gone already; this rank's own error is raised all the same
+            return
+
+    def _hear(self) -> None:
+        if self.trouble or not self._store.check([_TROUBLE]):
+            return
+        self.trouble = self._store.get(_TROUBLE).decode()
+        # at once: what started the ranks may end this one as soon as the other has raised
+        print(f"stateroom: rank {self._rank} hears: {self.trouble}", file=sys.stderr, flush=True)
+        if self._store.add(_HEARD, 1) == self._world - 1:
+            self._store.set(_ALL_HEARD, "yes")
+
     def look(self) -> None:
-        """Say whether this rank waits, and end it if what all say is a ring."""
-        mine = self._own_wait() or self._script_waits()
+        """Hear what others tell; say whether this rank waits, and end it if it waits for a rank in trouble or in a ring."""
+        self._hear()
+        mine = self._own_wait()
+        if mine is not None and self.trouble:
+            self._on_end(f"rank {self._rank} {mine.describe()}, in vain: {self.trouble}")
+            return
+        mine = mine or self._script_waits()
         if mine is None:
             self._say("")
             return
@@ -203,6 +238,11 @@ def _loop(watch: weakref.ref[Watch], stop: threading.Event) -> None:
 
 class NoWatch:
     """The same calls for a group of one rank, without effect."""
+
+    trouble = ""
+
+    def tell(self, trouble: str) -> None:
+        """Tell nobody."""
 
     def started(self, call: str) -> int:
         """Count nothing."""

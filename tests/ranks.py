@@ -7,6 +7,7 @@ import importlib
 import io
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -43,9 +44,10 @@ def _serve(connection: Any, rank: int, world: int, rendezvous: str) -> None:
             with contextlib.redirect_stdout(out):
                 function = getattr(importlib.import_module(module), name)
                 result = function(*args, **kwargs)
-            connection.send(("ok", result, out.getvalue()))
+            # by value: the pipe's own pickling would share each tensor through a file descriptor for as long as a test keeps it
+            connection.send_bytes(pickle.dumps(("ok", result, out.getvalue())))
         except BaseException as error:
-            connection.send(("error", (type(error).__name__, str(error), traceback.format_exc()), out.getvalue()))
+            connection.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error), traceback.format_exc()), out.getvalue())))
     dist.destroy_process_group()
 
 
@@ -89,7 +91,7 @@ class Pool:
                 self.close()
                 raise RankFailure(f"rank {rank} of {self.world} did not answer in {TIMEOUT_S} s")
             try:
-                kind, value, out = pipe.recv()
+                kind, value, out = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 self.close()
                 raise RankFailure(f"rank {rank} of {self.world} died") from None

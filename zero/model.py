@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -230,6 +231,10 @@ class ShardedModel:
         for unit in self.units:
             if unit.trainable:
                 self.give_master(unit)
+
+    def agreed_on(self) -> AbstractContextManager[None]:
+        """A context at whose end all ranks hear of one that failed in it: see Tiers."""
+        return nullcontext() if self.tiers is None else self.tiers.agreed_on()
 
     def remove(self) -> None:
         """Take all hooks off; whole parameters become the module's own again, sharded ones lose their values."""

@@ -17,6 +17,7 @@ from ..parallel.collectives import Collectives
 from .backward import BackwardPass
 from .gradients import first_bad_parameter
 from .runs import Run, build_runs, copied_state, covered, split_run
+from .tiers.fate import SharedFate
 from .tiers.sub_groups import BySubGroups
 from .tiers.tiers import Tiers
 from .unit import Unit
@@ -79,6 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.defaults = inner.defaults
         self.param_groups = inner.param_groups
         self._tiers = tiers
+        self.fate = SharedFate(tiers, self.job)
         self.update: Update = AtOnce(inner) if tiers is None else BySubGroups(inner, tiers, separable=separable)
         self.runs: list[Run] = self._build(self.units, group_of, inner, whole)
         self.admit: Callable[[list[Any], int], list[Unit]] | None = None  # makes parameters trainable: see zero/grow.py
@@ -145,15 +147,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.overflow:
             if self.before_write is not None:
                 self.before_write()
-            self.update(self._used_runs(touched), self._factor(self.grad_norm))
+            factor = self._factor(self.grad_norm)
+            self.fate.update(lambda: self.update(self._used_runs(touched), factor))
             self._publish()
         self.backward_pass.after_step()
 
     def _ask_before_update(self) -> None:
-        if self.before_update is None:
-            return
         try:
-            self.before_update(self.reports)
+            self.fate.settle(self.units)
+            if self.before_update is not None:
+                self.before_update(self.reports)
         except BaseException:
             self.backward_pass.after_step()
             raise
@@ -169,11 +172,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         agreed = self.comm.any_flags(touched + dirty)
         touched, dirty = agreed[: len(touched)], agreed[len(touched) :]
         self.backward_pass.flush([bool(flag) for flag in dirty])
-        parts, at = [], 0
-        for count in self._counts:
-            parts.append(touched[at : at + count])
-            at += count
-        return parts
+        ends = itertools.accumulate(self._counts, initial=0)
+        return [touched[low:high] for low, high in itertools.pairwise(ends)]
 
     def _refuse_unused(self, touched: list[bytes]) -> None:
         unused = [

@@ -33,6 +33,23 @@ def test_backward_gets_what_forward_saved_one_ahead():
     assert left == 0 and moved.held_bytes == 0
 
 
+def test_all_but_the_first_are_under_way_before_they_are_asked_for():
+    ahead = []
+
+    class Watched(HostActivations):
+        def _unpack(self, packed):
+            if not isinstance(packed, torch.Tensor):
+                ahead.append(packed.back is not None)
+            return super()._unpack(packed)
+
+    host, out = Watched(moves=lambda tensor: True), torch.ones(3, 8, requires_grad=True)
+    for layer in [nn.Linear(8, 8) for _ in range(4)]:
+        with host.keeping():
+            out = checkpoint(layer, torch.tanh(out), use_reentrant=False)
+    out.sum().backward()
+    assert ahead == [False] + [True] * (len(ahead) - 1) and len(ahead) >= 4
+
+
 def test_a_graph_that_is_kept_is_served_again():
     host = HostActivations(moves=lambda tensor: True)
     x = torch.ones(3, 8, requires_grad=True)

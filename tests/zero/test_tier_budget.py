@@ -14,11 +14,12 @@ PROGRAM = Path(__file__).parents[1] / "tier_budget.py"
 DIM = 512
 
 
-def run(folder, layers, budget, *, offloads=True, steps=2):
+def run(folder, layers, budget, *, place="nvme", params="nvme", steps=2):
     zero = {"stage": 3, "sub_group_size": 1 << 20}
-    if offloads:
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder)}
-        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0}
+    if place != "device":
+        zero["offload_optimizer"] = {"device": place, "nvme_path": str(folder)}
+    if params != "device":
+        zero["offload_param"] = {"device": params, "nvme_path": str(folder), "max_in_cpu": 0}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero,
@@ -45,7 +46,7 @@ def check(folder, layers, share):
     assert found["grown"] <= budget
     predicted = found["base"] + found["predicted"]
     assert abs(found["peak"] - predicted) <= 0.05 * found["peak"], found
-    without = run(folder, layers, budget, offloads=False)
+    without = run(folder, layers, budget, place="device", params="device")
     assert without.returncode != 0
     assert "memory" in without.stderr
     return found
@@ -61,5 +62,14 @@ def test_states_of_four_times_the_whole_process_train_to_the_same_losses(tmp_pat
     """The process counts as a whole here, the interpreter and torch included."""
     found = check(tmp_path, 44, 6)
     assert found["states"] >= 4 * found["peak"]
-    plain = run(tmp_path, 44, 0, offloads=False)
+    plain = run(tmp_path, 44, 0, place="device", params="device")
     assert json.loads(plain.stdout.splitlines()[-1])["losses"] == found["losses"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("place", "params"), [("cpu", "cpu"), ("cpu", "device"), ("nvme", "device"), ("cpu", "nvme")])
+def test_resident_memory_is_what_the_ledger_predicts(tmp_path, place, params):
+    done = run(tmp_path, 22, 0, place=place, params=params)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert abs(found["peak"] - found["base"] - found["predicted"]) <= 0.05 * found["peak"], found

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from unittest import mock
 
@@ -72,12 +73,32 @@ def test_no_room_is_found_before_any_state_changes(pools, tmp_path):
     """Room is reserved while the states are built, so a drive that others fill meanwhile stops the start and not the training."""
     ((kind, message),) = pools(1).run(refusal_when_full, str(tmp_path))
     assert kind == "EngineError"
-    assert "no room for" in message and "No state was changed" in message
+    assert "no room for" in message and "'exp_avg_sq'" in message and "make room" in message and str(tmp_path) in message
+    assert pools(1).run(reservations_while_training, str(tmp_path)) == [0]
 
 
 def refusal_when_full(folder):
-    with mock.patch("os.posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    """There is room for all but the last state."""
+    from stateroom.zero.tiers.drive import Drive
+
+    real = Drive.reserve
+
+    def reserve(drive, state, *args):
+        code = {"exp_avg_sq": errno.ENOSPC}.get(state)
+        with mock.patch("os.posix_fallocate", side_effect=OSError(code, os.strerror(code))) if code else mock.patch("os.getpid", os.getpid):
+            real(drive, state, *args)
+
+    with mock.patch.object(Drive, "reserve", reserve):
         return refusal(offload(3, *NVME, folder))
+
+
+def reservations_while_training(folder):
+    """Return how often room is asked for once the engine is there."""
+    engine = start("gpt", offload(3, *NVME, folder))
+    with mock.patch("os.posix_fallocate", side_effect=OSError(errno.ENOSPC, "full")) as asked:
+        go_on(engine, "gpt", 2)
+    engine.destroy()
+    return asked.call_count
 
 
 @contextmanager
@@ -139,6 +160,21 @@ def test_without_direct_io_one_line_says_so_and_nothing_changes(pools, tmp_path)
         said.append([line for line in lines if "without direct I/O" in line])
     assert [len(lines) for lines in said] == [1, 0]
     assert str(tmp_path) in said[0][0]
+
+
+def test_a_file_system_in_memory_is_as_good(pools, tmp_path):
+    """A real one, whether or not its version takes direct I/O."""
+    wanted = pools(2).run(train, "gpt", {"stage": 3})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        try:
+            os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT))
+            expected = [0, 0]
+        except OSError:
+            expected = [1, 0]
+        found = pools(2).run(with_lines, train, "gpt", offload(3, *NVME, folder))
+    for (mine, _), theirs in zip(found, wanted, strict=True):
+        same(mine, theirs)
+    assert [sum("without direct I/O" in line for line in lines) for _, lines in found] == expected
 
 
 def test_pinning_without_an_accelerator_is_said_once(pools):

@@ -8,11 +8,12 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -105,10 +106,14 @@ def _dismiss(tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | 
 
 
 class Transfer:
-    """Requests on their way; wait() returns when all have ended."""
+    """Requests on their way; wait() returns when all have ended.
 
-    def __init__(self, futures: Sequence[Future[None]] = ()) -> None:
-        self._futures = list(futures)
+    Args:
+        on_failure: called with the message before wait() raises.
+    """
+
+    def __init__(self, futures: Sequence[Future[None]] = (), on_failure: Callable[[str], None] | None = None) -> None:
+        self._futures, self._on_failure = list(futures), on_failure
 
     def wait(self) -> None:
         """Return when the bytes are where they belong.
@@ -119,7 +124,28 @@ class Transfer:
         futures, self._futures = self._futures, []
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
+            if self._on_failure is not None:
+                self._on_failure(str(errors[0]))
             raise errors[0]
+
+
+class Waits(Protocol):
+    """Something on its way."""
+
+    def wait(self) -> None:
+        """Return when it has come to its end, however."""
+
+
+def wait_for_all(transfers: Iterable[Waits]) -> None:
+    """Return when nothing of them is on its way any more; the first error is raised then."""
+    errors = []
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except EngineError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @dataclass
@@ -131,6 +157,7 @@ class Drive:
     Args:
         request_bytes, requests: size of one request to the system, and how many are made at once, each on its own thread.
         pinned: buffers that an accelerator copies from are page-locked.
+        on_failure: called with the message on the thread that waits, before it raises.
     """
 
     folder: Path
@@ -138,6 +165,7 @@ class Drive:
     request_bytes: int = REQUEST_BYTES
     requests: int = REQUESTS
     pinned: bool = False
+    on_failure: Callable[[str], None] | None = None
     moved: dict[tuple[str, str], Moved] = field(default_factory=dict)  # ("read" or "written", state)
     clocks: dict[str, Clock] = field(default_factory=lambda: {"read": Clock(), "written": Clock()})
     _files: dict[tuple[str, torch.dtype], SwapFile] = field(default_factory=dict)
@@ -186,15 +214,18 @@ class Drive:
         """Make room for elements [base, base + numel).
 
         Raises:
-            EngineError: the drive is full; nothing was changed.
+            EngineError: the drive is full; nothing was written.
         """
         try:
             self.file(state, dtype).reserve(base * dtype.itemsize, numel * dtype.itemsize)
         except OSError as error:
-            raise EngineError(
+            message = (
                 f"nvme_path {str(self.folder)!r}: no room for {numel * dtype.itemsize:,} bytes of {state!r} on rank {self.rank} "
-                f"({error.strerror}); make room or use another drive. No state was changed"
-            ) from error
+                f"({error.strerror}); make room or use another drive"
+            )
+            if self.on_failure is not None:
+                self.on_failure(message)
+            raise EngineError(message) from error
 
     def read(self, state: str, dtype: torch.dtype, base: int, buffer: torch.Tensor) -> Transfer:
         """Start filling `buffer` with elements from `base` on."""
@@ -230,7 +261,12 @@ class Drive:
         file, at = self.file(state, dtype), base * dtype.itemsize
         starts = range(0, buffer.numel(), self.request_bytes)
         self.count(direction, state, len(starts), buffer.numel())
-        return Transfer([self.submit(partial(self.transfer, direction, file, at + s, buffer[s : s + self.request_bytes])) for s in starts])
+        pieces = ((at + start, buffer[start : start + self.request_bytes]) for start in starts)
+        return self.transfer_of([self.submit(partial(self.transfer, direction, file, *piece)) for piece in pieces])
+
+    def transfer_of(self, futures: Sequence[Future[None]]) -> Transfer:
+        """Return what waits for requests that were submitted."""
+        return Transfer(futures, self.on_failure)
 
     def place(self, out: torch.Tensor, staged: torch.Tensor) -> None:
         """Copy bytes within host memory, from a thread of the drive."""
@@ -260,7 +296,7 @@ class Drive:
         except OSError as error:
             raise EngineError(
                 f"rank {self.rank}: {buffer.numel():,} bytes of {file.path} could not be {direction} at byte {at:,}: {error.strerror}. "
-                "States on this drive may be lost; look at the drive and go on from the last checkpoint"
+                "Look at the drive; go on from the last checkpoint"
             ) from error
         finally:
             clock.stop()

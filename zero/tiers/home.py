@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .disk import SECTOR_BYTES, aligned_buffer, round_up
-from .drive import Drive, Transfer
+from .drive import Drive, Transfer, wait_for_all
 from .space import Tile
 from .staging import Staging
 
@@ -42,7 +42,7 @@ class DiskHome:
             buffer = self.staging.take()
             self.drive.count("read", self.state, 1, round_up(count * self.dtype.itemsize))
             futures.append(self.drive.submit(partial(self._fetch, file, base, buffer, out[at : at + count], arrived)))
-        return Transfer(futures)
+        return self.drive.transfer_of(futures)
 
     def store(self, values: torch.Tensor) -> None:
         """Take over `values` [numel], from any device; they may change when this returns, the write may still be on its way."""
@@ -56,7 +56,7 @@ class DiskHome:
             self.drive.count("written", self.state, 1, round_up(count * self.dtype.itemsize))
             ready = None if values.device.type == "cpu" else torch.accelerator.current_stream(values.device).record_event()
             futures.append(self.drive.submit(partial(self._put, file, base, buffer, round_up(count * self.dtype.itemsize), ready)))
-        self._writing.append(Transfer(futures))
+        self._writing.append(self.drive.transfer_of(futures))
 
     def flush(self) -> None:
         """Return when what was stored has been written.
@@ -64,9 +64,12 @@ class DiskHome:
         Raises:
             EngineError: the drive failed.
         """
+        wait_for_all(self.take_writing())
+
+    def take_writing(self) -> list[Transfer]:
+        """Return the writes that may still be on their way; whoever takes them waits for them."""
         writing, self._writing = self._writing, []
-        for transfer in writing:
-            transfer.wait()
+        return writing
 
     def read_bytes(self, low: int, high: int) -> torch.Tensor:
         """Return bytes [low, high) of the flat state as uint8 in host memory; may be called from any thread."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...parallel.imagined import imagined_world
+from .drive import Transfer, wait_for_all
 from .home import DiskHome, Stored
 from .space import Tile
 
@@ -57,12 +58,13 @@ class Residence:
 
     def __init__(self, unit: Unit, tiers: Tiers) -> None:
         self.unit, self.tiers = unit, tiers
-        self.takes_states = False
+        self.takes_states = self._reserved = False
         self.shard: DiskHome | None = None
         self.master: DiskHome | None = None
         self.gradients: DiskHome | None = None
         self.shares_master = False
         self._states: dict[tuple[str, torch.dtype], DiskHome] = {}
+        self._empty: dict[tuple[str, torch.dtype], DiskHome] = {}  # room for states that the optimizer has not made yet
         self._at_rest: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._holds = 0
         self._writes = False
@@ -78,8 +80,19 @@ class Residence:
     def state_home(self, key: str, dtype: torch.dtype) -> DiskHome:
         """Return the home of an optimizer state, made when first asked for."""
         if (key, dtype) not in self._states:
-            self._states[key, dtype] = self.tiers.home(key, dtype, self.unit.index)
+            home = self._empty.pop((key, dtype), None)
+            self._states[key, dtype] = self.tiers.home(key, dtype, self.unit.index) if home is None else home
         return self._states[key, dtype]
+
+    def reserve(self) -> None:
+        """Make room for the optimizer states that are known to come: a drive that others fill stops the start, and no step.
+
+        Raises:
+            EngineError: the drive is full.
+        """
+        if self.takes_states and self.unit.master is not None and not self._reserved:
+            self._reserved, dtype = True, self.unit.master.dtype
+            self._empty = {(key, dtype): self.tiers.home(key, dtype, self.unit.index) for key in self.tiers.options.states}
 
     @property
     def state_dtypes(self) -> list[tuple[str, torch.dtype]]:
@@ -189,6 +202,7 @@ class Residence:
 
     def settle(self) -> None:
         """Bring the states of the unit's runs that are in memory to the drive."""
+        self.reserve()
         low, high = self.unit.master_interval
         flats: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         runs = self._runs()
@@ -232,8 +246,11 @@ class Residence:
         Raises:
             EngineError: the drive failed.
         """
-        for home in self._homes():
-            home.flush()
+        wait_for_all(self.take_writing())
+
+    def take_writing(self) -> list[Transfer]:
+        """Return the writes of all states that may still be on their way; whoever takes them waits for them."""
+        return [transfer for home in self._homes() for transfer in home.take_writing()]
 
     def _homes(self) -> list[DiskHome]:
         found = [home for home in (self.shard, self.master, self.gradients) if home is not None]

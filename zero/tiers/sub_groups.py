@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import EngineError
 from ..runs import Run
 from ..update import scale
 from .disk import aligned_buffer
-from .drive import Drive, Transfer
+from .drive import Drive, Transfer, wait_for_all
 from .options import DEVICE, NVME, TierOptions
 from .residence import Residence
 from .space import SubGroup, sub_groups
@@ -65,15 +64,10 @@ class Room:
     def wait(self) -> None:
         """Return when nothing is on its way."""
         transfers, self.transfers = self.transfers, []
-        errors = []
-        for transfer in transfers:
-            try:
-                transfer.wait()
-            except EngineError as error:
-                errors.append(error)
-        self.extra = []
-        if errors:
-            raise errors[0]
+        try:
+            wait_for_all(transfers)
+        finally:
+            self.extra = []
 
 
 class BySubGroups:
@@ -159,8 +153,7 @@ class BySubGroups:
             for index, work in enumerate(works):
                 room, following = rooms[index % count], index + 1
                 arriving, room.transfers = room.transfers, []
-                for transfer in arriving:
-                    transfer.wait()
+                wait_for_all(arriving)
                 if following < len(works) and count > 1:
                     self._fetch(works[following], rooms[following % count])
                 self._step(work, room, factor)
@@ -168,7 +161,7 @@ class BySubGroups:
                 if following < len(works) and count == 1:
                     self._fetch(works[following], room)
         finally:
-            _wait_for_all(rooms)  # nothing may move in the buffers once this has returned
+            wait_for_all(rooms)  # nothing may move in the buffers once this has returned
 
     # ---- what goes together
 
@@ -320,17 +313,6 @@ class BySubGroups:
 def _residence(run: Run) -> Residence:
     assert run.unit.residence is not None
     return run.unit.residence
-
-
-def _wait_for_all(rooms: Sequence[Room]) -> None:
-    errors = []
-    for room in rooms:
-        try:
-            room.wait()
-        except EngineError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def _bytes_of(work: Work, each: Field, room: Room) -> torch.Tensor:

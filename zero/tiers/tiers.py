@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,19 @@ class Tiers:
     Args:
         device: where the model computes.
         say: prints a line from the first rank.
+        tell: lets the other ranks know why this one cannot go on.
     """
 
-    def __init__(self, options: TierOptions, rank: int, device: torch.device, say: Callable[[str], None]) -> None:
-        self.options, self.rank, self.device, self._say = options, rank, device, say
+    def __init__(
+        self,
+        options: TierOptions,
+        rank: int,
+        device: torch.device,
+        say: Callable[[str], None],
+        tell: Callable[[str], None] = lambda trouble: None,
+    ) -> None:
+        self.options, self.rank, self.device, self._say, self._tell = options, rank, device, say, tell
+        self._agreed_on = False
         self.pinned = options.pinned and device.type != "cpu"
         self.space = Space(max(options.sub_group_numel, 1))
         self._drives: dict[Path, Drive] = {}
@@ -171,9 +181,22 @@ class Tiers:
 
     def _drive(self, path: Path) -> Drive:
         if path not in self._drives:
-            kind = Drive if imagined_world() is None else ImaginedDrive
-            self._drives[path] = kind(path, self.rank, self.options.request_bytes, self.options.requests, self.pinned)
+            kind, options = Drive if imagined_world() is None else ImaginedDrive, self.options
+            self._drives[path] = kind(path, self.rank, options.request_bytes, options.requests, self.pinned, self._on_failure)
         return self._drives[path]
+
+    def _on_failure(self, message: str) -> None:
+        if not self._agreed_on:
+            self._tell(message)
+
+    @contextmanager
+    def agreed_on(self) -> Iterator[None]:
+        """A context at whose end all ranks hear of one that failed in it: the failure need not be told apart from that."""
+        before, self._agreed_on = self._agreed_on, True
+        try:
+            yield
+        finally:
+            self._agreed_on = before
 
     @property
     def drives(self) -> list[Drive]:
