@@ -24,8 +24,9 @@ class Staging:
         """Return a free buffer, uint8 [num_bytes]."""
         if not self._made:
             self._made = True
-            for _ in range(self.count):
-                self._free.put(aligned_buffer(self.num_bytes, self._pinned))
+            together = aligned_buffer(self.count * self.num_bytes, self._pinned)
+            for part in together.split(max(self.num_bytes, 1)):
+                self._free.put(part)
         return self._free.get()
 
     def give(self, buffer: torch.Tensor) -> None:
