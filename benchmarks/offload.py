@@ -152,7 +152,7 @@ def parts(million: float, folder: str, rounds: int) -> dict[str, float]:
             "moved_MBs": num_bytes / seconds / 1e6,
             "moved_s": -seconds,
             "overlapped_s": -update(on_drive),
-            "computed_s": -update(in_memory),
+            "computed_s": -min(update(in_memory) for _ in range(3)),
             "traffic_GBs": traffic_rate(numel) / 1e9,
             "kernel_GBs": kernel_rate(numel) * ADAM_BYTES / 1e9,
         }
@@ -163,7 +163,8 @@ def parts(million: float, folder: str, rounds: int) -> dict[str, float]:
     best = {name: abs(max(values)) for name, values in found.items()}
     best["update_GBs"] = numel * ADAM_BYTES / best["computed_s"] / 1e9
     best["drive_share"] = statistics.median(m / r for m, r in zip(found["moved_MBs"], found["raw_MBs"], strict=True))
-    best["bandwidth_share"] = best["update_GBs"] / best["traffic_GBs"]
+    computed = [-numel * ADAM_BYTES / seconds / 1e9 for seconds in found["computed_s"]]
+    best["bandwidth_share"] = statistics.median(c / t for c, t in zip(computed, found["traffic_GBs"], strict=True))
     best["kernel_share"] = best["update_GBs"] / best["kernel_GBs"]
     best["overlap_factor"] = best["overlapped_s"] / max(best["moved_s"], best["computed_s"])
     return best

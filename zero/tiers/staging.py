@@ -26,7 +26,8 @@ class Staging:
     def take(self) -> torch.Tensor:
         """Return a free buffer, uint8 [num_bytes]."""
         if not self.buffers:
-            self.buffers = [aligned_buffer(self.num_bytes, self._pinned) for _ in range(self.count)]
+            together = aligned_buffer(self.count * self.num_bytes, self._pinned)
+            self.buffers = list(together.split(max(self.num_bytes, 1)))
             for buffer in self.buffers:
                 self._free.put(buffer)
         return self._free.get()
