@@ -32,7 +32,8 @@ from torch import nn
 
 WIDTH = 1024
 ADAM_BYTES = 28  # an element: parameter, gradient and two states read, all but the gradient written
-TILE = 4 << 20
+TILE = 8 << 20  # what Stateroom takes where the config leaves it open
+PIECE = 16 << 20  # bytes of one state of one sub-group, about
 
 
 class Tower(nn.Module):
@@ -92,10 +93,14 @@ def raw_rate(folder: str, num_bytes: int) -> float:
     drive, half = Drive(Path(folder), 0), num_bytes // 2 // 4096 * 4096
     buffers = [aligned_buffer(half).zero_() for _ in range(2)]
     drive.reserve("raw", torch.uint8, 0, 2 * half)
-    drive.write("raw", torch.uint8, 0, buffers[0]).wait()
+    for at in (0, half):  # the first write to reserved room costs more
+        drive.write("raw", torch.uint8, at, buffers[0]).wait()
 
     def both() -> None:
-        transfers = [drive.read("raw", torch.uint8, 0, buffers[0]), drive.write("raw", torch.uint8, half, buffers[1])]
+        transfers = []
+        for at in range(0, half, PIECE):
+            transfers.append(drive.read("raw", torch.uint8, at, buffers[0][at : at + PIECE]))
+            transfers.append(drive.write("raw", torch.uint8, half + at, buffers[1][at : at + PIECE]))
         for transfer in transfers:
             transfer.wait()
 
