@@ -13,7 +13,8 @@ from ..tiers import DriveUnit, predict_buffers
 if TYPE_CHECKING:
     from ...config_schemas import Config
 
-_SECTOR_BYTES = 4096  # what each buffer has more, to begin at a multiple of it
+_SECTOR_BYTES = 4096  # what a small buffer has more, to begin at a multiple of it
+_HUGE_PAGE_BYTES = 2 << 20  # larger ones begin on a page of their own
 _UNTOUCHED = 8 << 20  # elements of a sub-group where the config says nothing: large for a drive, small for a host
 
 
@@ -99,4 +100,9 @@ def buffer_bytes(shares: Sequence[int], params: Sequence[int], itemsizes: tuple[
     ]
     updates = predict_buffers(units, options.sub_group, options.rooms)
     rooms = round(updates / max(predict_buffers(units, options.sub_group, 1), 1))
-    return updates + rooms * _SECTOR_BYTES, options.staging * (options.staging_bytes + _SECTOR_BYTES)
+    return rooms * _allocated(updates // max(rooms, 1)), _allocated(options.staging * options.staging_bytes)
+
+
+def _allocated(num_bytes: int) -> int:
+    """Return the bytes behind a buffer that begins at an aligned place."""
+    return num_bytes + (_SECTOR_BYTES if num_bytes < _HUGE_PAGE_BYTES else 0)

@@ -257,7 +257,7 @@ def _buffer_rows(
     if on_drive:
         rows.append(("cpu", "sub-group buffers", updates, f"states of up to {options.rooms} sub-groups of {options.sub_group:,} elements"))
     if on_drive or not all(stays):
-        rows.append(("cpu", "staging buffers", staging, f"{options.staging} x {options.staging_bytes:,} bytes and a sector"))
+        rows.append(("cpu", "staging buffers", staging, f"{options.staging} x {options.staging_bytes:,} bytes"))
     return rows
 
 
