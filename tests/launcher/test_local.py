@@ -255,7 +255,14 @@ time.sleep(50)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "job.py").write_text(WAIT)
-    process = subprocess.Popen([*LAUNCHER, "--num_gpus", "2", "job.py"], cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*LAUNCHER, "--num_gpus", "2", "job.py"],
+        cwd=tmp_path,
+        env=ENV,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests that run in the background inherit an ignored SIGINT
+    )
     files = [tmp_path / "pid-0", tmp_path / "pid-1"]
     deadline = time.monotonic() + 30
     while not all(f.exists() for f in files):
