@@ -101,7 +101,7 @@ class PipelineSurface(Engine):
 
     def scale(self, loss: torch.Tensor) -> NoReturn:
         """Refused: see train_batch."""
-        raise EngineError(_NO_SINGLE.format("backward()"))
+        raise EngineError(_NO_SINGLE.format("scale()"))
 
     def no_sync(self) -> NoReturn:  # type: ignore[override]
         """Refused: gradients of a step are reduced once anyway."""
