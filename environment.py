@@ -100,6 +100,13 @@ def accelerator_override(env: Mapping[str, str] | None = None) -> str | None:
     return env.get("STATEROOM_ACCELERATOR") or env.get("DS_ACCELERATOR") or None
 
 
+def malloc_is_steered(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user has told glibc when to map and when to hand back memory."""
+    env = os.environ if env is None else env
+    by_variable = any(name in env for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"))
+    return by_variable or any(f"glibc.malloc.{what}" in env.get("GLIBC_TUNABLES", "") for what in ("mmap_", "trim_"))
+
+
 def set_for_children(name: str, value: str) -> None:
     """Set a variable that processes started from here will inherit."""
     os.environ[name] = value

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from ..config_schemas import Config, Facts, load
+from ..environment import malloc_is_steered
 from ..errors import ConfigError, EngineError
 from ..parallel import Collectives, axis_sizes, init_distributed, local_device
+from ..parallel.host_memory import keep_freed_memory
 from ..parallel.imagined import imagined_world
 from ..parallel.links import Links
 from ..pipe.ties import Ties
@@ -165,6 +167,8 @@ def _begin(cfg: Config, job: Collectives, run_dir: Path | None) -> Progress:
     progress = Progress(job.rank, cfg.steps_per_print, run_dir, job.device, cfg.wall_clock_breakdown, cfg.memory_breakdown)
     _say_notes(cfg, progress)
     _apply_globals(cfg)
+    if job.device.type == "cpu" and not job.is_imagined and not malloc_is_steered():
+        keep_freed_memory()
     return progress
 
 

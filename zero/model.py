@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import LayoutError
 from ..parallel.collectives import Collectives
+from ..parallel.host_memory import give_back_freed_memory
 from .backward import IN_FLIGHT, BackwardPass
 from .gather import Gathering
 from .gradients import Gradients
@@ -245,6 +246,8 @@ class ShardedModel:
             unit.detach()
         if self.tiers is not None:
             self.tiers.close()
+        if self.comm.device.type == "cpu":
+            give_back_freed_memory()
 
 
 def kept_dtypes(module: nn.Module, types: tuple[type, ...]) -> set[int]:
