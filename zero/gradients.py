@@ -106,13 +106,20 @@ class Gradients:
         self.travelling.append(full)
         self.unit.note("reduction of its gradient starts")
         comm, bounds = self.unit.comm, self.unit.layout.bounds
-        if self._everyone:
-            pending = comm.all_reduce(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
-        else:
-            pending = comm.reduce_scatter(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
+        pending = comm.reduce_scatter(full, bounds, state="gradients", unit=self.unit.name, wire=self.wire)
 
         def finish() -> None:
             pending.wait()
+            if not self._everyone:
+                arrived()
+                return
+            # The second half of an all-reduce; it travels while the units before this one compute, until land().
+            self.land()
+            gathering = comm.all_gather(full, bounds, state="gradients", unit=self.unit.name)
+            self._landing = Pending(lambda: arrived(gathering))
+
+        def arrived(after: Pending = DONE) -> None:
+            after.wait()
             self.travelling = [buffer for buffer in self.travelling if buffer is not full]
             self._take_over(full, views)
             self.unit.note("its gradient is reduced")
@@ -141,7 +148,7 @@ class Gradients:
         self.reduced = True
 
     def land(self) -> None:
-        """Return when what was sent to host memory is there."""
+        """Return when what is under way to its place is there: in host memory, or on every rank."""
         landing, self._landing = self._landing, DONE
         landing.wait()
 
@@ -196,7 +203,7 @@ class Gradients:
         count = len(self.filled)
         self.filled, self.touched = bytearray(count), bytearray(count)
         self.owned, self.reduced = None, False
-        self.travelling = []
+        self.travelling, self._landing = [], DONE
         if self.sharded:
             self.full = self._views = None
 
