@@ -112,6 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._order = {id(unit): index for index, unit in enumerate(self.units)}
         self._counts = [len(unit.slots) for unit in self.units]
         self._ungrouped = {(unit.index, slot.index) for unit in self.units for slot in unit.slots if id(slot.param) not in self._group_of}
+        self._partly_grouped = {unit for unit, _ in self._ungrouped}
 
     def _point_inner_at_runs(self) -> None:
         for index, group in enumerate(self.inner.param_groups):
@@ -198,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         unit = unit_of()
         assert unit is not None
-        if not any((unit.index, slot.index) in self._ungrouped for slot in unit.slots):
+        if unit.index not in self._partly_grouped:
             return [(unit.lo, unit.hi)] if unit.hi > unit.lo else []
         return [
             (part.at + unit.lo, part.at + unit.lo + part.stop - part.start)
@@ -251,8 +252,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _used_runs(self, touched: list[bytes]) -> list[Run]:
         """Return the runs that have a gradient; a parameter that no rank used gets none, so it neither decays nor counts a step."""
-        flags_of = {id(run): [touched[self._order[id(run.unit)]][slot] for slot in run.slots] for run in self.runs}
-        mixed = [run for run in self.runs if any(flags_of[id(run)]) and not all(flags_of[id(run)])]
+        partly = {id(unit) for unit, flags in zip(self.units, touched, strict=True) if 0 in flags}
+        flags_of = {id(run): [touched[self._order[id(run.unit)]][slot] for slot in run.slots] for run in self.runs if id(run.unit) in partly}
+        mixed = [run for run in self.runs if id(run.unit) in partly and any(flags_of[id(run)]) and not all(flags_of[id(run)])]
         for run in mixed:
             with run.unit.at_hand(write=True):
                 at = self.runs.index(run)
