@@ -74,7 +74,7 @@ class Trained:
         self._module = module
         self._places: list[Any] = []  # the dicts of children and parameters of each module
         self._held: list[Any] = []  # what was in them
-        self._idle: list[nn.Parameter] = []  # parameters among it that nobody trains
+        self._idle: list[torch.Tensor] = []  # parameters among it that nobody trains
 
     def check(self) -> None:
         """Look at the module as it is now.
@@ -90,7 +90,8 @@ class Trained:
                 self._refuse()
 
     def _is_as_walked(self) -> bool:
-        return bool(self._places) and sum(map(len, self._places)) == len(self._held) and all(map(operator.is_, _contents(self._places), self._held))
+        places, held = self._places, self._held
+        return bool(places) and sum(map(len, places)) == len(held) and all(map(operator.is_, _contents(places), held))
 
     def _walk(self) -> None:
         self._places = [place for owner in self._module.modules() for place in (owner._modules, owner._parameters)]
