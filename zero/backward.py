@@ -82,8 +82,9 @@ class BackwardPass:
         self._watch_gradients(unit)
 
     def _watch_gradients(self, unit: Unit) -> None:
-        hooks = (slot.param.register_post_accumulate_grad_hook(self._collector(unit, slot.index)) for slot in unit.slots)
-        self._handles += hooks
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters need not be asked about each
+            hooks = (slot.param.register_post_accumulate_grad_hook(self._collector(unit, slot.index)) for slot in unit.slots)
+            self._handles += hooks
 
     # ---- life of a pass
 
