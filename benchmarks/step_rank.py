@@ -124,8 +124,11 @@ def ddp_step(job: Job) -> Step:
     return step
 
 
-def fsdp2_step(job: Job, reshard: bool) -> Step:
-    """Return a step through fully_shard, unit by unit; in bf16 with fp32 masters by its mixed precision policy."""
+def fsdp2_step(job: Job, reshard: bool, local: bool = False) -> Step:
+    """Return a step through fully_shard, unit by unit; in bf16 with fp32 masters by its mixed precision policy.
+
+    With `local` clipping and optimizer see plain tensors, this rank's parts: over 10,000 DTensors they take minutes.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = _masters_inside(job)
@@ -134,13 +137,29 @@ def fsdp2_step(job: Job, reshard: bool) -> Step:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = adamw(params)
+    parts = [torch.nn.Parameter(param.to_local()) for param in params] if local else params  # type: ignore[operator]
+    optimizer = adamw(parts)
 
     def step() -> None:
         job.accumulate(model, model.set_requires_gradient_sync)  # type: ignore[attr-defined]
-        job.update(params, optimizer)
+        if local:
+            update_parts(job, params, parts, optimizer)
+        else:
+            job.update(params, optimizer)
 
     return step
+
+
+def update_parts(job: Job, params: list[Any], parts: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Clip, step, forget, with the optimizer over this rank's parts of DTensor parameters."""
+    for param, part in zip(params, parts, strict=True):
+        part.grad, param.grad = param.grad.to_local(), None
+    if job.args.clip:
+        square = torch.nn.utils.get_total_norm([part.grad for part in parts if part.grad is not None]).square()
+        dist.all_reduce(square)
+        torch.nn.utils.clip_grads_with_norm_(parts, job.args.clip, square.sqrt())
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _masters_inside(job: Job) -> torch.nn.Module:
@@ -210,6 +229,7 @@ VARIANTS: dict[str, Callable[[Job], Step]] = {
     "ddp": ddp_step,
     "fsdp2": lambda job: fsdp2_step(job, True),
     "fsdp2-keep": lambda job: fsdp2_step(job, False),
+    "fsdp2-local": lambda job: fsdp2_step(job, True, local=True),
     "compute": compute_step,
     "adam": lambda job: adam_step(job, 1),
     "adam-share": lambda job: adam_step(job, dist.get_world_size()),

@@ -37,12 +37,13 @@ CROSSINGS = {
     "ddp": (2, False),
     "fsdp2": (3, True),
     "fsdp2-keep": (2, True),
+    "fsdp2-local": (3, True),
     "deepspeed-1": (2, True),
     "deepspeed-2": (2, True),
     "deepspeed-3": (3, True),
 }
 BESIDE = {"stateroom-0": ("ddp",), "stateroom-1": ("ddp", "deepspeed-1"), "stateroom-2": ("ddp", "deepspeed-2")}
-BESIDE |= {"stateroom-3": ("fsdp2", "deepspeed-3")}
+BESIDE |= {"stateroom-3": ("fsdp2", "fsdp2-local", "deepspeed-3")}
 
 
 class Variant:

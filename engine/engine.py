@@ -16,7 +16,7 @@ from ..errors import EngineError
 from ..parallel import Collectives
 from ..parallel.collectives import Traffic
 from ..zero.backward import in_backward
-from ..zero.intact import check_kinds, check_trained, follow_writes
+from ..zero.intact import check_kinds, follow_writes
 from ..zero.model import ShardedModel
 from ..zero.optimizer import ShardedOptimizer
 from ..zero.pick import tensors_in
@@ -261,7 +261,7 @@ class Engine(WholeBatches, EngineSurface, ConfigGetters, RankGetters, nn.Module)
         optimizer = self.optimizer
         optimizer.clip = self.gradient_clipping()
         follow_writes(self.sharded.units)
-        check_trained(self.module)
+        self.sharded.trained.check()
         count = max(self._window_count, 1)
         nothing = torch.zeros((), device=self.device)
         bad = nothing if self._bad_loss is None else self._bad_loss

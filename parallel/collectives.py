@@ -155,7 +155,7 @@ class Collectives:
             return row.unsqueeze(0)
         rows = torch.empty((self.world, row.numel()), dtype=row.dtype, device=row.device)
         rows[self.rank] = row
-        bounds = [rank * row.numel() for rank in range(self.world + 1)]
+        bounds = range(0, rows.numel() + 1, row.numel())
         self.all_gather(rows.view(-1), bounds, state=CONTROL, unit="rows").wait()
         return rows
 

@@ -145,6 +145,7 @@ class Native:
 
     def __init__(self, group: Any, rank: int, world: int) -> None:
         self._group, self._rank, self._world = group, rank, world
+        self._known: dict[int, tuple[Sequence[int], bool]] = {}  # bounds of layouts by id: looking at a thousand costs more than a launch
         # torch 2.13 renamed the tensor forms and warns at the old names
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -152,7 +153,7 @@ class Native:
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int], tag: int) -> Wait:
         """All-gather in place; uneven intervals go through the list form, which NCCL runs as grouped broadcasts."""
         own = flat[bounds[self._rank] : bounds[self._rank + 1]]
-        if _even(bounds):
+        if self._even(bounds):
             return self._gather(flat, own, group=self._group, async_op=True).wait
         parts = [flat[low:high] for low, high in itertools.pairwise(bounds)]
         return dist.all_gather(parts, own, group=self._group, async_op=True).wait
@@ -161,7 +162,7 @@ class Native:
         """Reduce-scatter in place, through a copy in the wire dtype where it differs."""
         sent = flat if flat.dtype == wire else flat.to(wire)
         own = sent[bounds[self._rank] : bounds[self._rank + 1]]
-        if _even(bounds):
+        if self._even(bounds):
             work = self._scatter(own, sent, group=self._group, async_op=True)
         else:
             parts = [sent[low:high] for low, high in itertools.pairwise(bounds)]
@@ -173,6 +174,15 @@ class Native:
                 flat[bounds[self._rank] : bounds[self._rank + 1]].copy_(own)
 
         return finish
+
+    def _even(self, bounds: Sequence[int]) -> bool:
+        if isinstance(bounds, range):
+            return True
+        if not isinstance(bounds, tuple):
+            return _even(bounds)
+        if id(bounds) not in self._known:
+            self._known[id(bounds)] = (bounds, _even(bounds))
+        return self._known[id(bounds)][1]
 
     def small_sum(self, tensor: torch.Tensor, tag: int) -> Wait:
         """All-reduce."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ _SECOND_BACKWARD = (
     "a second loss.backward() before step() reached parameters around the engine's outputs, and autograd has added to gradients "
     "that were reduced already; call engine.backward(loss) for it"
 )
+_REQUIRES_GRAD: Callable[[nn.Parameter], bool] = operator.attrgetter("requires_grad")
 IN_FLIGHT = 2  # reductions that may be under way while the next unit computes
 
 
@@ -80,8 +82,9 @@ class BackwardPass:
         self._watch_gradients(unit)
 
     def _watch_gradients(self, unit: Unit) -> None:
-        hooks = (slot.param.register_post_accumulate_grad_hook(self._collector(unit, slot.index)) for slot in unit.slots)
-        self._handles += hooks
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters need not be asked about each
+            hooks = (slot.param.register_post_accumulate_grad_hook(self._collector(unit, slot.index)) for slot in unit.slots)
+            self._handles += hooks
 
     # ---- life of a pass
 
@@ -194,7 +197,7 @@ class BackwardPass:
         gradients.accept(index, self.factor)
         left = self._waits_for.get(unit.index)
         if left is None:
-            left = sum(slot.param.requires_grad for slot in unit.slots)
+            left = sum(map(_REQUIRES_GRAD, gradients.params))
         self._waits_for[unit.index] = left = left - 1
         if left == 0:
             self._unit_complete(unit)

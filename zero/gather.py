@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,18 +31,30 @@ class Trace:
             self._last = guess
         self._now = []
 
-    def visit(self, site: int) -> list[int]:
+    def visit(self, site: int) -> Iterator[int]:
         """Note that `site` is needed now and return the sites expected next, or none when the order has changed."""
         if self._now and self._now[-1] == site:
-            return []
+            return iter(())
         self._now.append(site)
-        at = len(self._now)
-        return self._last[at:] if self._last[at - 1 : at] == [site] else []
+        at, last = len(self._now), self._last
+        return map(last.__getitem__, range(at, len(last) if last[at - 1 : at] == [site] else at))
 
     @property
     def now(self) -> list[int]:
         """Sites needed so far."""
         return self._now
+
+
+def _taken_after(first_calls: dict[int, int], calls: int) -> list[int]:
+    """Take out the sites first called after `calls` and return them in that order; calls count up, so they are the last that came in."""
+    taken = []
+    while first_calls:
+        site, first = first_calls.popitem()
+        if first <= calls:
+            first_calls[site] = first
+            break
+        taken.append(site)
+    return taken[::-1]
 
 
 class Gathering:
@@ -249,8 +262,7 @@ class Gathering:
 
     def _pass_by(self, calls: int) -> None:
         """Let go of the sites that were first called after `calls`: this backward has passed them."""
-        for site in [site for site, first in self._first_call.items() if first > calls]:
-            del self._first_call[site]
+        for site in _taken_after(self._first_call, calls):
             self._passed.add(site)
             for unit in self._units[site]:
                 self._unit_passed(unit)
@@ -258,8 +270,7 @@ class Gathering:
 
     def _leave(self, calls: int) -> None:
         """Release the sites that the newest forward called after `calls`: a loss may be made of several forwards."""
-        for site in [site for site, first in self._newest_call.items() if first > calls]:
-            del self._newest_call[site]
+        for site in _taken_after(self._newest_call, calls):
             self._left.add(site)
             self._release(self._units[site])
 
@@ -320,9 +331,9 @@ class Gathering:
             unit.gather()
         coming = trace.visit(index)
         if self._ahead_numel is None:
-            for site in coming[:1]:
+            for site in islice(coming, 1):
                 self._request(site)
-            for site in coming[1:2]:
+            for site in islice(coming, 1):
                 self._preload(site)
             return
         budget = self._ahead_numel

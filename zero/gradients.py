@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..parallel.collectives import DONE, Collectives, Pending
+from .small import SmallGradients
 from .tiers.copies import copy_down
 from .tiers.home import DiskHome
 
@@ -46,8 +47,10 @@ class Gradients:
         count = len(unit.slots)
         self.filled = bytearray(count)  # has a value in `full`
         self.touched = bytearray(count)  # got a gradient since the last step
-        self._params = [slot.param for slot in unit.slots]
-        self._views: list[torch.Tensor] | None = None
+        self.params = [slot.param for slot in unit.slots]
+        self._views: list[torch.Tensor | None] | None = None
+        self._small = SmallGradients(unit.slots)
+        self._factor = 1.0  # of those that wait in _small
         self.full: torch.Tensor | None = None
         self.owned: torch.Tensor | None = None
         self.travelling: list[torch.Tensor] = []  # buffers whose reduction is under way
@@ -65,20 +68,28 @@ class Gradients:
     @property
     def dirty(self) -> bool:
         """Whether local sums wait to be reduced."""
-        return any(self.filled)
+        return 1 in self.filled or bool(self._small)
 
     def accept(self, index: int, factor: float) -> None:
         """Move the gradient that autograd left on parameter `index`, times `factor`, into the flat buffer."""
-        param = self._params[index]
+        param = self.params[index]
         grad = param.grad
         if grad is None:
             return
         param.grad = None
         if self.reduced and not self.sharded and not self.dirty:
             self._set_aside()
-        view = self._views[index] if self._views is not None else self._open_views()[index]
+        self.touched[index] = 1
         if grad.requires_grad:  # create_graph: the values are enough here
             grad = grad.detach()
+        if self._small.take(index, grad):
+            self._factor = factor
+            if self._small.are_many:
+                self._move_small()
+            return
+        if index in self._small:
+            self._move_small()
+        view = self._view(index)
         if grad.is_sparse or self.filled[index]:
             if not self.filled[index]:
                 view.zero_()
@@ -89,16 +100,22 @@ class Gradients:
                 view.mul_(factor)
         else:
             torch.mul(grad, factor, out=view)
-        self.filled[index] = self.touched[index] = 1
+        self.filled[index] = 1
+
+    def _move_small(self) -> None:
+        if self._small:
+            self._small.move(self._buffer(), self.filled, self._factor)
 
     def reduce(self) -> Pending:
         """Start summing over ranks; the result is in `owned` after wait()."""
         if not self.sharded and self.reduced and not self.dirty:
             self._set_aside()
+        self._move_small()
         full, views = self._buffer(), self._views
-        for slot, filled in zip(self.unit.slots, self.filled, strict=True):
-            if not filled and slot.numel:
-                full[slot.offset : slot.offset + slot.numel].zero_()
+        if 0 in self.filled:
+            for slot, filled in zip(self.unit.slots, self.filled, strict=True):
+                if not filled and slot.numel:
+                    full[slot.offset : slot.offset + slot.numel].zero_()
         # What is on its way must not be touched: a gradient that still lands (a reentrant checkpoint gives one for each
         # segment) finds a buffer of its own.
         self.full = self._views = None
@@ -126,7 +143,7 @@ class Gradients:
 
         return Pending(finish)
 
-    def _take_over(self, full: torch.Tensor, views: list[torch.Tensor] | None) -> None:
+    def _take_over(self, full: torch.Tensor, views: list[torch.Tensor | None] | None) -> None:
         low, high = self.interval
         part = full[low:high]
         if self.home is not None:
@@ -148,7 +165,8 @@ class Gradients:
         self.reduced = True
 
     def land(self) -> None:
-        """Return when what is under way to its place is there: in host memory, or on every rank."""
+        """Return when what was collected is in the flat buffer, and what is under way is there: in host memory, or on every rank."""
+        self._move_small()
         landing, self._landing = self._landing, DONE
         landing.wait()
 
@@ -183,11 +201,11 @@ class Gradients:
         """Show reduced gradients as `param.grad` where this rank holds them whole, in the parameter's dtype."""
         if self.sharded or not self._everyone or self.dtype != self.unit.dtype or self.owned is None:
             return
-        low = self.interval[0]
+        in_place = self.full is not None and self.full.data_ptr() == self.owned.data_ptr()
         for index, slot in enumerate(self.unit.slots):
             if self.touched[index]:
-                at = slot.offset - low
-                slot.param.grad = self.owned[at : at + slot.numel].view(slot.shape)
+                part = self._view(index) if in_place else self.owned[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                slot.param.grad = part
         self.exposed = True
 
     def hide(self) -> None:
@@ -200,6 +218,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget everything collected since the last step."""
         self.hide()
+        self._small.forget()
         count = len(self.filled)
         self.filled, self.touched = bytearray(count), bytearray(count)
         self.owned, self.reduced = None, False
@@ -223,11 +242,15 @@ class Gradients:
             self.hide()
             self.owned = self.owned.clone()
 
-    def _open_views(self) -> list[torch.Tensor]:
-        """Cut the full buffer into the parameters' shapes; made once for each buffer, since it costs as much as a small copy."""
-        full = self._buffer()
-        self._views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.unit.slots]
-        return self._views
+    def _view(self, index: int) -> torch.Tensor:
+        """Return one parameter's part of the full buffer; made once for each buffer, since it costs as much as a small copy."""
+        if self._views is None:
+            self._views = [None] * len(self.params)
+        view = self._views[index]
+        if view is None:
+            slot, full = self.unit.slots[index], self._buffer()
+            view = self._views[index] = full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        return view
 
     def _buffer(self) -> torch.Tensor:
         if self.full is None:

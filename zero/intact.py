@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,20 +63,60 @@ def check_kinds(units: Sequence[Unit]) -> None:
                 check_kind(unit, unit.slots[0])
 
 
-def check_trained(module: nn.Module) -> None:
-    """Refuse parameters that would stay as they are in silence: put into the module, or unfrozen, after it was placed.
+class Trained:
+    """Refuses parameters that would stay as they are in silence: put into the module, or unfrozen, after it was placed.
 
-    Raises:
-        EngineError: names the first of them.
+    The module tree is walked when something in it is new. Else what it holds is compared object by object with what that walk
+    found, without a line of Python for each, and the flags of those parameters are read that nobody trains.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # this looks at flags of many parameters and at no values
-        for path, owner in module.named_modules():
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._places: list[Any] = []  # the dicts of children and parameters of each module
+        self._held: list[Any] = []  # what was in them
+        self._idle: list[torch.Tensor] = []  # parameters among it that nobody trains
+
+    def check(self) -> None:
+        """Look at the module as it is now.
+
+        Raises:
+            EngineError: names the first parameter that would not be trained.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # this looks at flags of many parameters and at no values
+            if not self._is_as_walked():
+                self._walk()
+            if any(map(_REQUIRES_GRAD, self._idle)):
+                self._walk()  # a thawed one has a place in another unit now
+                self._refuse()
+
+    def _is_as_walked(self) -> bool:
+        places, held = self._places, self._held
+        return bool(places) and sum(map(len, places)) == len(held) and all(map(operator.is_, _contents(places), held))
+
+    def _walk(self) -> None:
+        self._places = [place for owner in self._module.modules() for place in (owner._modules, owner._parameters)]
+        self._held = list(_contents(self._places))
+        params = (param for param in self._held if isinstance(param, torch.Tensor))
+        self._idle = [param for param in params if not _is_trained(param)]
+
+    def _refuse(self) -> None:
+        for path, owner in self._module.named_modules():
             for key, param in owner._parameters.items():
-                if param is None:
-                    continue
-                slot = slot_of(param)
-                if (slot is None or not slot.unit.trainable) and param.requires_grad:
-                    _refuse_untrained(f"{path}.{key}" if path else key, added=slot is None)
+                if param is not None and param.requires_grad and not _is_trained(param):
+                    _refuse_untrained(f"{path}.{key}" if path else key, added=slot_of(param) is None)
+
+
+_REQUIRES_GRAD: Callable[[Any], bool] = operator.attrgetter("requires_grad")
+_VALUES: Callable[[Any], Iterable[Any]] = operator.methodcaller("values")
+
+
+def _contents(places: Sequence[Any]) -> Iterable[Any]:
+    return chain.from_iterable(map(_VALUES, places))
+
+
+def _is_trained(param: torch.Tensor) -> bool:
+    slot = slot_of(param)
+    return slot is not None and slot.unit.trainable
 
 
 def _refuse_untrained(name: str, added: bool) -> None:

@@ -16,6 +16,7 @@ from .backward import IN_FLIGHT, BackwardPass
 from .gather import Gathering
 from .gradients import Gradients
 from .grow import Growth
+from .intact import Trained
 from .layout import Layout, flat_order
 from .materialize import Materializer, has_meta, move_buffers
 from .pick import Site, pick_sites
@@ -110,6 +111,7 @@ class ShardedModel:
         self.backward = BackwardPass(self.units, comm, self.gathering.unit_done, self.gathering.end_pass, in_flight=options.in_flight)
         self._state_dict_hooks = StateDictHooks(module, self.sites, comm)
         self.growth = Growth(self)
+        self.trained = Trained(module)
 
     def _begin_pass(self) -> None:
         self.backward.begin()

@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             unit.gradients.norm_spans = partial(self._norm_spans, weakref.ref(unit))  # type: ignore[union-attr]
         self._order = {id(unit): index for index, unit in enumerate(self.units)}
         self._counts = [len(unit.slots) for unit in self.units]
-        self._ungrouped = {(unit.index, slot.index) for unit in self.units for slot in unit.slots if id(slot.param) not in self._group_of}
+        self._ungrouped = {u.index: {slot.index for slot in u.slots if id(slot.param) not in self._group_of} for u in self.units}
 
     def _point_inner_at_runs(self) -> None:
         for index, group in enumerate(self.inner.param_groups):
@@ -198,12 +198,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         unit = unit_of()
         assert unit is not None
-        if not any((unit.index, slot.index) in self._ungrouped for slot in unit.slots):
+        if not self._ungrouped[unit.index]:
             return [(unit.lo, unit.hi)] if unit.hi > unit.lo else []
         return [
             (part.at + unit.lo, part.at + unit.lo + part.stop - part.start)
             for part in unit.layout.slices(unit.lo, unit.hi)
-            if (unit.index, part.extent) not in self._ungrouped
+            if part.extent not in self._ungrouped[unit.index]
         ]
 
     def _norms(self, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -251,8 +251,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _used_runs(self, touched: list[bytes]) -> list[Run]:
         """Return the runs that have a gradient; a parameter that no rank used gets none, so it neither decays nor counts a step."""
-        flags_of = {id(run): [touched[self._order[id(run.unit)]][slot] for slot in run.slots] for run in self.runs}
-        mixed = [run for run in self.runs if any(flags_of[id(run)]) and not all(flags_of[id(run)])]
+        partly = {id(unit): flags for unit, flags in zip(self.units, touched, strict=True) if 0 in flags}
+        flags_of = {id(run): [partly[id(run.unit)][slot] for slot in run.slots] for run in self.runs if id(run.unit) in partly}
+        mixed = [run for run in self.runs if any(flags_of.get(id(run), ())) and not all(flags_of[id(run)])]
         for run in mixed:
             with run.unit.at_hand(write=True):
                 at = self.runs.index(run)
@@ -262,9 +263,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [run for run in self.runs if touched[self._order[id(run.unit)]][run.slots[0]]]
 
     def _publish(self) -> None:
-        pending = [unit.publish(taken_up=self.update.publishes) for unit in self.units]
-        for each in pending:
-            each.wait()
+        for pending in [unit.publish(taken_up=self.update.publishes) for unit in self.units]:
+            pending.wait()
 
     # ---- state of this rank
 

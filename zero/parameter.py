@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class ZeroParamStatus(Enum):
 class Slot:
     """A parameter's place: its unit and its number there; set as an attribute on the parameter itself."""
 
-    __slots__ = ("cls", "index", "name", "param", "shape", "unit", "version", "view")
+    __slots__ = ("absent", "cls", "index", "name", "numel", "offset", "param", "shape", "unit", "version", "view")
 
     def __init__(self, unit: Unit, index: int, name: str, param: nn.Parameter) -> None:
         self.unit = unit
@@ -56,16 +56,9 @@ class Slot:
         self.cls = type(param)
         self.view: torch.Tensor | None = None
         self.version = 0  # of the values that the master weights know
-
-    @property
-    def offset(self) -> int:
-        """First element in the unit's flat space."""
-        return self.unit.layout.extents[self.index].offset
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.unit.layout.extents[self.index].numel
+        extent = unit.layout.extents[index]
+        self.offset, self.numel = extent.offset, extent.numel  # in the unit's flat space
+        self.absent: torch.Tensor | None = None  # what the parameter holds while its values are released
 
 
 def slot_of(param: torch.Tensor) -> Slot | None:
@@ -79,6 +72,8 @@ class Released:
     The tensor behind it is a NaN expanded to the right shape, so that shape, dtype and device are always true and a use
     that slips past Python can be seen.
     """
+
+    ds_status = property(lambda self: ZeroParamStatus.NOT_AVAILABLE)  # goes before what the parameter itself holds
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -116,19 +111,22 @@ def released_class(cls: type) -> type:
     return type(f"Released{cls.__name__}", (Released, cls), {})
 
 
-def hide(slot: Slot, nan: torch.Tensor) -> None:
-    """Take the values away: the parameter keeps shape, dtype and identity."""
-    param = slot.param
-    param.data = nan.expand(slot.shape)
-    param.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
-    param.__class__ = released_class(slot.cls)
+def hide(slots: Sequence[Slot], nan: torch.Tensor) -> None:
+    """Take the values away: the parameters keep shape, dtype and identity."""
+    for slot in slots:
+        if slot.absent is None:  # expanding costs ten times as much as the rest
+            slot.absent = nan.expand(slot.shape)
+        param = slot.param
+        param.data = slot.absent
+        param.__class__ = released_class(slot.cls)
 
 
-def show(slot: Slot) -> None:
+def show(slots: Sequence[Slot]) -> None:
     """Give the values back."""
-    slot.param.__class__ = slot.cls
-    slot.param.data = slot.view  # type: ignore[assignment]
-    slot.param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    for slot in slots:
+        param = slot.param
+        param.__class__ = slot.cls
+        param.data = slot.view  # type: ignore[assignment]
 
 
 def describe(param: torch.Tensor) -> str:

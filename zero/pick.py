@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import nn
@@ -44,7 +45,9 @@ def pick_sites(
 
     A parameter that several sites use belongs to the root, which stays gathered while any of them runs.
     """
-    candidates = list(_named_class_instances(model, "", set(classes))) if classes else list(_repeated(model, "", max_numel, set(closed)))
+    numel_of = cache(_numel)  # walks all that is below a module
+    repeated = _repeated(model, "", max_numel, set(closed), numel_of)
+    candidates = list(_named_class_instances(model, "", set(classes))) if classes else list(repeated)
     sites = [Site("root", [model]), *_grouped(candidates, min_numel, bool(classes))]
     names = {id(param): name for name, param in model.named_parameters()}
     users: dict[int, list[int]] = {}
@@ -96,20 +99,20 @@ def _named_class_instances(module: nn.Module, prefix: str, classes: set[str]) ->
 
 
 def _repeated(
-    module: nn.Module, prefix: str, max_numel: int | None, closed: set[str], is_row: bool = False
+    module: nn.Module, prefix: str, max_numel: int | None, closed: set[str], numel_of: Callable[[nn.Module], int], is_row: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield children of containers whose class occurs there at least twice; look inside everything else.
 
     Where the repeated children are lists themselves (`for attention, mlp in self.layers`), each entry of such a row is taken.
     """
-    kinds = Counter(type(child) for child in module.children() if _numel(child)) if _holds_blocks(module) else Counter()
+    kinds = Counter(type(child) for child in module.children() if numel_of(child)) if _holds_blocks(module) else Counter()
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        is_repeated = kinds[type(child)] >= 2 or (is_row and bool(_numel(child)))
-        inside = list(_repeated(child, f"{path}.", max_numel, closed, is_repeated and not _has_forward(child)))
+        is_repeated = kinds[type(child)] >= 2 or (is_row and bool(numel_of(child)))
+        inside = list(_repeated(child, f"{path}.", max_numel, closed, numel_of, is_repeated and not _has_forward(child)))
         holds_blocks = isinstance(child, CONTAINERS) and any(list(module.children()) for _, module in inside)
         is_candidate = is_repeated and not holds_blocks and _has_forward(child)
-        small_enough = max_numel is None or _numel(child) <= max_numel or not list(child.children())
+        small_enough = max_numel is None or numel_of(child) <= max_numel or not list(child.children())
         if _is_closed(child, path, closed):
             # A list that nobody calls can be a unit of the module around it only: its parameters are left to the root.
             yield from [(path, child)] if _has_forward(child) else []

@@ -15,7 +15,7 @@ from ..errors import EngineError
 from ..parallel.collectives import DONE, Collectives, Pending
 from .gradients import Gradients
 from .layout import Layout
-from .parameter import SLOT, Slot, hide, show, slot_of
+from .parameter import SLOT, Slot, ZeroParamStatus, hide, show, slot_of
 from .tiers.copies import copy_ahead
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Unit:
                 old.unit.discard()  # or its buffer would stay, whole, until the garbage collector looks at the circle that it is in
             if self.sharded:  # the attributes by which other libraries recognise a sharded parameter
                 slot.param.ds_id, slot.param.ds_shape, slot.param.ds_numel = id(slot), slot.shape, slot.numel  # type: ignore[attr-defined]
+                slot.param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     @property
     def full_bytes(self) -> int:
@@ -182,8 +183,7 @@ class Unit:
         (pending or DONE).wait()
         self.gathered = True
         self.note("whole: gathered")
-        for slot in self.slots:
-            show(slot)
+        show(self.slots)
 
     def release(self) -> None:
         """Let the full buffer go; without effect for a unit that is not sharded, or while a context holds it."""
@@ -194,8 +194,7 @@ class Unit:
             self.gather()
         if not self.gathered:
             return
-        for slot in self.slots:
-            hide(slot, self.nan)
+        hide(self.slots, self.nan)
         if not self.full.untyped_storage().resizable():
             self._leave_buffer()
         self.full.untyped_storage().resize_(0)
@@ -345,8 +344,8 @@ class Unit:
             self._pending = None
         for slot in self.slots:
             slot.param.grad = None
-            if self.gathered:
-                hide(slot, self.nan)
+        if self.gathered:
+            hide(self.slots, self.nan)
         self.gathered = False
         self.lost = True
         self._drop()

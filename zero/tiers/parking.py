@@ -59,8 +59,7 @@ class Parking:
         if "lp_params" in new:
             for unit in self._units:
                 if unit.gathered:
-                    for slot in unit.slots:
-                        hide(slot, unit.nan)
+                    hide(unit.slots, unit.nan)
         self.kinds |= wanted
         self._mark()
         return moved
@@ -74,8 +73,7 @@ class Parking:
         if "lp_params" in self.kinds:
             for unit in self._units:
                 if unit.gathered:
-                    for slot in unit.slots:
-                        show(slot)
+                    show(unit.slots)
         self.kinds = frozenset()
         self._mark()
 
