@@ -19,7 +19,14 @@ from typing import Any
 
 TIMEOUT_S = 120
 # What every rank needs and what no test changes the import of; none of it may start a thread, which a fork would lose.
-PRELOAD = ["pytest", "torch", "torch._dynamo", "torch.distributed", "stateroom.engine.engine", "ranks"]
+PRELOAD = ["pytest", "torch", "torch._dynamo", "torch.distributed", "stateroom.engine.engine", "stateroom.config_schemas.loading", "ranks"]
+
+
+def forking() -> Any:
+    """Return what makes processes that begin with everything in PRELOAD imported; there is one such server in each pytest process."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class RankFailure(AssertionError):
@@ -61,8 +68,7 @@ class Pool:
     def __init__(self, world: int) -> None:
         self.world = world
         self.stdout: list[str] = []
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forking()
         self._rendezvous = tempfile.mktemp(prefix="ranks-")
         os.environ["OMP_NUM_THREADS"] = "1"
         self._pipes, self._processes = [], []
