@@ -4,6 +4,7 @@ PYTHON  ?= python3
 RANKS   ?= 2
 CONFIG  ?= examples/llama/configs/zero3.json
 MINUTES ?= 3
+WORKERS ?= 2
 RUN_DIR ?= runs/llama
 EXTRAS  ?= data,hf,test,bench
 
@@ -29,11 +30,12 @@ $(STAMP): setup.py pyproject.toml constraints-cpu.txt
 train: $(STAMP)  ## train the example on RANKS ranks with CONFIG for MINUTES; again: continue
 	$(BIN)/launcher --num_gpus $(RANKS) examples/llama/train.py --config $(CONFIG) --minutes $(MINUTES) --run_dir $(RUN_DIR)
 
-test: $(STAMP)   ## the tests, without the exhaustive matrix
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full"
+# The tests of one file stay together, so that they share what the file prepares.
+test: $(STAMP)   ## the tests, without the exhaustive matrix, WORKERS files at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not full"
 
 test-all: $(STAMP)  ## every test, the exhaustive matrix too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "full or not full"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "full or not full"
 
 lint: $(STAMP)   ## ruff and mypy
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ EXTRAS = {
     "hf": ["transformers", "accelerate", "peft"],
     "data": ["tokenizers"],
     "tensorboard": ["tensorboard"],
-    "test": ["pytest", "hypothesis", "ruff", "mypy", "diffusers", "pyyaml"],
+    "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "diffusers", "pyyaml"],
     "bench": ["matplotlib"],
 }
 

@@ -1,8 +1,9 @@
-"""Rank processes that stay alive between tests: importing torch costs seconds, so each pool pays it once."""
+"""Rank processes that stay alive between tests, forked from a server that has imported torch: importing it costs seconds."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import multiprocessing as mp
@@ -17,6 +18,15 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
+# What every rank needs and what no test changes the import of; none of it may start a thread, which a fork would lose.
+PRELOAD = ["pytest", "torch", "torch._dynamo", "torch.distributed", "stateroom.engine.engine", "stateroom.config_schemas.loading", "ranks"]
+
+
+def forking() -> Any:
+    """Return what makes processes that begin with everything in PRELOAD imported; there is one such server in each pytest process."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class RankFailure(AssertionError):
@@ -26,6 +36,7 @@ class RankFailure(AssertionError):
 def _serve(connection: Any, rank: int, world: int, rendezvous: str) -> None:
     """Run tasks until told to stop; each task sees an initialised process group of `world` ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what came with the fork is no test's garbage
     import torch
     import torch.distributed as dist
 
@@ -57,7 +68,7 @@ class Pool:
     def __init__(self, world: int) -> None:
         self.world = world
         self.stdout: list[str] = []
-        context = mp.get_context("spawn")
+        context = forking()
         self._rendezvous = tempfile.mktemp(prefix="ranks-")
         os.environ["OMP_NUM_THREADS"] = "1"
         self._pipes, self._processes = [], []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import random
 import shutil
@@ -16,6 +15,7 @@ import pytest
 import torch
 from engine_jobs import differences, listen, new_engine, states_of, train
 from oracle import error_of
+from ranks import forking
 from stateroom.checkpoint.directory import find
 from stateroom.checkpoint.native import NativeSource
 from stateroom.checkpoint.retention import VERIFIED
@@ -84,41 +84,33 @@ def check(folder, at_least):
     return step
 
 
-@contextlib.contextmanager
-def server():
-    """Processes fork from one that has imported torch already."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "stateroom.config_schemas.loading"])
-    yield context
-
-
 def kill_many_times(folder, kills, use_async, same_tag, seed):
     """Start the job again and again, and kill all of it at random instants; return the steps that were found."""
     draw = random.Random(seed)
     done, steps = 0, []
-    with server() as context:
-        for _ in range(kills):
-            here, there = context.Pipe()
-            rendezvous = tempfile.mktemp(prefix="crash-")
-            ranks = [
-                context.Process(target=save_until_killed, args=(rank, 2, rendezvous, str(folder), use_async, same_tag, there), daemon=True)
-                for rank in range(2)
-            ]
-            for process in ranks:
-                process.start()
-            while done <= (steps[-1] if steps else 0):  # until something new is complete
-                assert here.poll(90), "the job did not come to its next save"
+    context = forking()
+    for _ in range(kills):
+        here, there = context.Pipe()
+        rendezvous = tempfile.mktemp(prefix="crash-")
+        ranks = [
+            context.Process(target=save_until_killed, args=(rank, 2, rendezvous, str(folder), use_async, same_tag, there), daemon=True)
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        while done <= (steps[-1] if steps else 0):  # until something new is complete
+            assert here.poll(90), "the job did not come to its next save"
+            done = max(done, here.recv())
+        time.sleep(draw.uniform(0, 0.15))  # the instant of the crash, not a synchronisation
+        for process in ranks:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in ranks:
+            process.join()
+        with contextlib.suppress(EOFError, OSError):
+            while here.poll():
                 done = max(done, here.recv())
-            time.sleep(draw.uniform(0, 0.15))  # the instant of the crash, not a synchronisation
-            for process in ranks:
-                os.kill(process.pid, signal.SIGKILL)
-            for process in ranks:
-                process.join()
-            with contextlib.suppress(EOFError, OSError):
-                while here.poll():
-                    done = max(done, here.recv())
-            Path(rendezvous).unlink(missing_ok=True)
-            steps.append(check(folder, done))
+        Path(rendezvous).unlink(missing_ok=True)
+        steps.append(check(folder, done))
     return steps
 
 

@@ -19,11 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", action="store_true", help="write docs/conformance.md from this run")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
-    """Return the outcomes of all selected tests that name a job, already under way in the order of the tests."""
-    jobs = [Job(*found) for item in request.session.items if (found := getattr(item, "callspec", None) and item.callspec.params.get("job"))]
-    made = Lanes(jobs)
+    """Return the outcomes of all selected tests of the file that name a job, already under way in the order of the tests."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]  # others may run elsewhere
+    made = Lanes([Job(*found) for item in items if (found := item.callspec.params.get("job"))])
     yield made
     made.close()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -36,9 +38,11 @@ def install(*packages: str) -> None:
         return
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     command = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
-    if subprocess.run(command, env=env, capture_output=True).returncode:
-        subprocess.run(["apt-get", "update"], env=env, capture_output=True)
-        subprocess.run(command, env=env, capture_output=True)
+    with Path(tempfile.gettempdir(), "stateroom-tests-apt").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests in another process may want them too, and apt-get refuses to run twice at once
+        if subprocess.run(command, env=env, capture_output=True).returncode:
+            subprocess.run(["apt-get", "update"], env=env, capture_output=True)
+            subprocess.run(command, env=env, capture_output=True)
 
 
 def run(*words: str) -> str:
