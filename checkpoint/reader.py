@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import json
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from ..zero.tiers.disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
 from .boxes import box_at
 from .container import FRAMING, item_frame
+from .crc import crc32
 from .image import BLOCK_BYTES, joined_crc, segments
 from .manifest import DamagedError, index_file, read_checked, unpack_bounds
 from .workers import each
@@ -77,7 +77,7 @@ class Segment:
         """Return the first byte range that is not what was written, and whose it is, given the file's bytes from `base` on."""
         if view[self.begin - base : self.low - base] != self.header:
             return self.begin, self.low, f"the header of {self.key!r}"
-        if zlib.crc32(view[self.low - base : self.high - base]) != self.crc:
+        if crc32(view[self.low - base : self.high - base]) != self.crc:
             return self.low, self.high, f"data of {self.key!r}"
         if view[self.high - base : self.end - base] != self.trailer:
             return self.high, self.end, f"the trailer of {self.key!r}"
