@@ -50,6 +50,7 @@ setup(
         "rich",
         "safetensors",
         "numpy",
+        "isal>=1.7",
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -8,7 +8,6 @@ import pickle
 import struct
 import sys
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointError
+from .crc import crc32
 from .pickles import RefusedName, RestrictedUnpickler, Storage, StorageType, Stored, TypedStorage
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -199,7 +199,7 @@ def _checksum(file: BinaryIO, begin: int, size: int) -> int:
         block = file.read(min(size, _ONE_MIB))
         if not block:
             return -1
-        value = zlib.crc32(block, value)
+        value = crc32(block, value)
         size -= len(block)
     return value
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .boxes import box_at
+from .crc import crc32
 from .plan import Framing
 
 ALIGN = 64  # of an item in its file, and of the data in an item
@@ -73,7 +73,7 @@ class ItemFrame:
             length = -(-(_AROUND_PICKLE_BYTES + len(structure)) // ALIGN) * ALIGN
         header = bytearray()
         for name, content in ((_PICKLE, structure), *_SMALL):
-            self._add(header, name, zlib.crc32(content), len(content))
+            self._add(header, name, crc32(content), len(content))
             header += content
         room = length - len(header) - _LOCAL.size - len(_DATA)
         assert room >= 4, f"an item's header of {length} bytes has no room for a pickle of {len(structure)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import queue
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from ..zero.tiers.disk import Output, aligned_buffer, round_up, view_of
 from ..zero.tiers.home import Stored
 from .container import FRAMING, ItemFrame, item_frame
-from .crc import combine
+from .crc import combine, crc32
 from .plan import Item
 from .workers import Workers
 
@@ -113,7 +112,7 @@ class Image:
                 item = self.items[index]
                 for number, (first, last) in enumerate(segments(item.at, item.end)):
                     if low <= first < high:
-                        self.checksums[index][number] = zlib.crc32(view[first - low : last - low])
+                        self.checksums[index][number] = crc32(view[first - low : last - low])
         finally:
             summed[chunk].set()
         for index in found:

@@ -16,7 +16,7 @@ from . import portable
 from .elements import Elements
 from .manifest import rank_file, read_checked, read_manifest
 from .plan import SEPARATOR, data_file, state_key
-from .reader import Needed, Reader, Request, Stored
+from .reader import Buffers, Needed, Reader, Request, Stored
 from .source import MASTER, WEIGHT, Parameter, Scalar, Source
 from .values import from_json
 
@@ -30,6 +30,7 @@ class Region:
     shape: tuple[int, ...]
     dtype: torch.dtype
     items: tuple[Stored, ...]
+    buffers: Buffers
 
     @property
     def numel(self) -> int:
@@ -39,7 +40,7 @@ class Region:
     def fill(self, out: torch.Tensor, start: int) -> None:
         """Write the elements from `start` on into `out`."""
         stop = start + out.numel()
-        needed = Needed(self.folder)
+        needed = Needed(self.folder, self.buffers)
         overlapping = [item for item in self.items if item.start < stop and item.start + item.numel > start]
         needed.add(Request(self.key, start, out), overlapping, self.shape, self.dtype)
         needed.read(1)
@@ -106,7 +107,8 @@ class NativeSource(Source):
 
     def _region(self, key: str) -> Region:
         shape = tuple(self.manifest["tensors"][key]["shape"])
-        return Region(self.folder, key, shape, self.reader.dtype(key), tuple(self.reader.stored(key, 0, prod(shape))))
+        items = tuple(self.reader.stored(key, 0, prod(shape)))
+        return Region(self.folder, key, shape, self.reader.dtype(key), items, self.reader.buffers)
 
     def shape_of(self, name: str, state: str) -> tuple[int, ...]:
         """Return the shape of a state."""

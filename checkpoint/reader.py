@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 import json
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from ..zero.tiers.disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
 from .boxes import box_at
 from .container import FRAMING, item_frame
+from .crc import crc32
 from .image import BLOCK_BYTES, joined_crc, segments
 from .manifest import DamagedError, index_file, read_checked, unpack_bounds
 from .workers import each
@@ -77,7 +77,7 @@ class Segment:
         """Return the first byte range that is not what was written, and whose it is, given the file's bytes from `base` on."""
         if view[self.begin - base : self.low - base] != self.header:
             return self.begin, self.low, f"the header of {self.key!r}"
-        if zlib.crc32(view[self.low - base : self.high - base]) != self.crc:
+        if crc32(view[self.low - base : self.high - base]) != self.crc:
             return self.low, self.high, f"data of {self.key!r}"
         if view[self.high - base : self.end - base] != self.trailer:
             return self.high, self.end, f"the trailer of {self.key!r}"
@@ -93,11 +93,34 @@ def segments_of(key: str, shape: Sequence[int], dtype: torch.dtype, item: Stored
         yield Segment(key, low, high, crc, dtype, frame.header if low == item.at else b"", trailer if high == stop else b"")
 
 
+class Buffers:
+    """Memory that reads take turns with; it stays until this is let go, because new memory costs more than what is read into it.
+
+    Of a virtual machine's memory the first touch was seen to take 10 to 100 ms for the 8 MiB that the drive brings in 3.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    @contextmanager
+    def one(self) -> Iterator[torch.Tensor]:
+        """Lend a buffer of `BUFFER_BYTES`; any thread may ask."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = aligned_buffer(BUFFER_BYTES)
+        try:
+            yield buffer
+        finally:
+            self._free.append(buffer)
+
+
 class Needed:
     """The parts of files that requests need; what several of them need is read once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, buffers: Buffers) -> None:
         self._folder = folder
+        self._buffers = buffers
         self._files: dict[str, dict[int, Segment]] = {}
 
     def add(self, request: Request, items: Iterable[Stored], shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -122,14 +145,12 @@ class Needed:
                 file, tensor and byte range.
         """
         reads = [(file, batch) for file, parts in sorted(self._files.items()) for batch in batches(sorted(parts.values(), key=_low))]
-        buffers = threading.local()
         with ExitStack() as stack:
             inputs = {file: stack.enter_context(_open(self._folder / file)) for file in self._files}
 
             def read(one: tuple[str, list[Segment]]) -> None:
-                if not hasattr(buffers, "buffer"):
-                    buffers.buffer = aligned_buffer(BUFFER_BYTES)
-                _read_batch(inputs[one[0]], one[1], buffers.buffer)
+                with self._buffers.one() as buffer:
+                    _read_batch(inputs[one[0]], one[1], buffer)
 
             if reads:
                 each(reads, read, min(threads, len(reads)), "read")
@@ -142,6 +163,7 @@ class Reader:
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.buffers = Buffers()
         self._indexes: dict[int, dict[str, list[Stored]]] = {}
         self._lock = threading.Lock()
 
@@ -211,7 +233,7 @@ class Reader:
         Raises:
             DamagedError: something is missing, or not what was written; names file, tensor and byte range.
         """
-        needed = Needed(self.folder)
+        needed = Needed(self.folder, self.buffers)
         for request in requests:
             shape = self.manifest["tensors"][request.key]["shape"]
             items = self.stored(request.key, request.start, request.start + request.out.numel())

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,9 +104,10 @@ class Restorer:
         runs: list[Run] = []
         if self._loads_states():
             assert self.optimizer is not None
-            self.optimizer.inner.state.clear()  # makes room
             runs = list(self._cut(self.optimizer.fresh_runs()))
-            states = {index: self._states_of(run, reads) for index, run in enumerate(runs) if run.unit.residence is None}
+            memory = _memory_of_states(self.optimizer, runs)  # makes room
+            in_memory_runs = [(index, run) for index, run in enumerate(runs) if run.unit.residence is None]
+            states = {index: self._states_of(run, reads, memory.pop(_place(run), {})) for index, run in in_memory_runs}
         with torch.no_grad():
             _execute(self.source, reads)
             self._read_to_drives()
@@ -240,8 +242,8 @@ class Restorer:
                 continues = run.continues and start == run.start
                 yield run if len(edges) == 1 else Run(run.unit, run.group, start, stop, whole=run.whole, continues=continues)
 
-    def _states_of(self, run: Run, reads: list[Read]) -> dict[str, Any]:
-        """Return the run's state, its tensors still to be filled by what is added to `reads`."""
+    def _states_of(self, run: Run, reads: list[Read], memory: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the run's state, its tensors still to be filled by what is added to `reads`, in place of old ones in `memory` that fit."""
         parts = run.unit.layout.slices(run.start, run.stop)
         names = [self._matching.parameters.get(plain(run.unit.slots[part.extent].name)) for part in parts]
         first = names[0]
@@ -252,7 +254,7 @@ class Restorer:
             if self._is_own_shape(first, key):
                 state[key] = self._whole_state(run, first, key, reads)
                 continue
-            flat = torch.empty(run.stop - run.start, dtype=self._state_dtype(run, first, key), device=run.tensor.device)
+            flat = _room(run, self._state_dtype(run, first, key), memory.get(key))
             for part, name in zip(parts, names, strict=True):
                 reads.append(Read(str(name), key, part.start, flat[part.at : part.at + part.stop - part.start]))
             state[key] = flat.view(run.tensor.shape)
@@ -301,6 +303,30 @@ class Restorer:
             else:
                 what = "were in several groups" if homes else "were in no group"
                 self.remarks.append(f"parameter group {index} keeps its options: its parameters {what} when they were saved")
+
+
+def _place(run: Run) -> tuple[int, int, int]:
+    return id(run.unit), run.start, run.stop
+
+
+def _memory_of_states(optimizer: ShardedOptimizer, runs: Sequence[Run]) -> dict[tuple[int, int, int], dict[str, Any]]:
+    """Take the states away from an optimizer; return those in memory that lie where one of `runs` does, the others are let go."""
+    wanted = {_place(run) for run in runs if run.unit.residence is None}
+    kept = {_place(run): optimizer.inner.state.get(run.tensor, {}) for run in optimizer.runs if _place(run) in wanted}
+    optimizer.inner.state.clear()
+    return kept
+
+
+def _room(run: Run, dtype: torch.dtype, old: Any) -> torch.Tensor:
+    """Return memory for a state, flat [run's elements]: that of the old one where it has the same form.
+
+    Memory that is touched for the first time costs as long as reading what goes into it, on a virtual machine several times that.
+    """
+    numel, device = run.stop - run.start, run.tensor.device
+    if type(old) is torch.Tensor and (old.dtype, old.device, old.numel()) == (dtype, device, numel) and old.is_contiguous():
+        is_here = old.untyped_storage().nbytes() >= old.nbytes  # else it is parked elsewhere
+        return old.detach().view(-1) if is_here else torch.empty_like(old).view(-1)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _take_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

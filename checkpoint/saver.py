@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from ..zero.unit import Unit
 from . import portable
 from .board import Board
 from .collect import Collected, collect, short
+from .crc import crc32
 from .directory import check_tag, make_room
 from .image import Image, ImageWriter
 from .job import SaveJob, SaveRecord, image_of
@@ -212,7 +212,7 @@ class Saver:
         """Return the buffers that are not the same on every rank; each rank keeps its own beside rank 0's."""
         if comm.world == 1 or not names.buffers:
             return []
-        sums = [zlib.crc32(_bytes_of(_buffer(names, name))) for name in names.buffers]
+        sums = [crc32(_bytes_of(_buffer(names, name))) for name in names.buffers]
         rows = comm.gather_rows(torch.tensor(sums, dtype=torch.int64, device=comm.device))
         return [name for name, column in zip(names.buffers, rows.T.tolist(), strict=True) if len(set(column)) > 1]
 

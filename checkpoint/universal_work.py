@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from ..zero.tiers.disk import Output, aligned_buffer, round_up, view_of
 from . import elements
 from .batch import Batch
 from .container import ITEM_LIMIT_BYTES, ItemFrame, TensorMark
+from .crc import crc32
 from .deepspeed import pickling
 from .universal_plan import PARAM, CopiedFile, File, TensorFile
 
@@ -89,7 +89,7 @@ class Writer:
         with Output(path, end + len(frame.trailer(0))) as output:
             for low in range(0, len(view), SUM_BYTES):
                 high = min(low + SUM_BYTES, len(view))
-                crc = zlib.crc32(view[max(low, begin) : min(high, end)], crc)
+                crc = crc32(view[max(low, begin) : min(high, end)], crc)
                 if high > end:
                     trailer = frame.trailer(crc)
                     view[end : end + len(trailer)] = trailer

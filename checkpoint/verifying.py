@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..zero.tiers.disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
+from ..zero.tiers.disk import SECTOR_BYTES, Input, round_up, view_of
 from .directory import find, holds_ours, is_ours, latest_name, tags
 from .manifest import MANIFEST, DamagedError, missing_parts, read_checked, read_manifest, write_durably
 from .opener import open_source
-from .reader import BUFFER_BYTES, THREADS, Segment, Stored, batches, segments_of
+from .reader import THREADS, Buffers, Segment, Stored, batches, segments_of
 from .retention import VERIFIED
 from .workers import each
 
@@ -116,19 +115,18 @@ def _verify_data(path: Path, index: dict[str, Any], advance: Advance | None) -> 
     """Read a data file from one end to the other."""
     parts = sorted(_parts(index), key=lambda part: part.low)
     problems: list[Problem] = []
-    buffers = threading.local()
+    buffers = Buffers()
 
     def check(batch: list[Segment]) -> None:
-        if not hasattr(buffers, "buffer"):
-            buffers.buffer = aligned_buffer(BUFFER_BYTES)
         base = batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
-        got = source.read(buffers.buffer[: round_up(batch[-1].end - base)], base)
-        for part in batch:
-            wrong = part.wrong(view_of(buffers.buffer)[:got], base)
-            if wrong is not None:
-                low, high, what = wrong
-                text = f"{path}: bytes [{low}, {high}), {what}, are not what was written"
-                problems.append(Problem(str(path), text, part.key, low, high))
+        with buffers.one() as buffer:
+            got = source.read(buffer[: round_up(batch[-1].end - base)], base)
+            for part in batch:
+                wrong = part.wrong(view_of(buffer)[:got], base)
+                if wrong is not None:
+                    low, high, what = wrong
+                    text = f"{path}: bytes [{low}, {high}), {what}, are not what was written"
+                    problems.append(Problem(str(path), text, part.key, low, high))
         if advance is not None:
             advance(batch[-1].end - batch[0].begin)
 
