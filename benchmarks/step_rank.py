@@ -208,9 +208,10 @@ def adam_step(job: Job, share: int) -> Step:
     return step
 
 
-def exchange_step(job: Job) -> Step:
-    """Return what the ranks must at least send each other to gather all elements once, as one message to each peer."""
-    numel = sum(param.numel() for param in step_models.build(job.args.model).parameters()) // dist.get_world_size()
+def exchange_step(job: Job, trained: bool) -> Step:
+    """Return what the ranks must at least send each other to gather all elements once, or those trained, as one message to each peer."""
+    params = step_models.build(job.args.model).parameters()
+    numel = sum(param.numel() for param in params if param.requires_grad or not trained) // dist.get_world_size()
     own, rank, world = torch.zeros(numel, dtype=job.dtype), dist.get_rank(), dist.get_world_size()
     others = {peer: torch.zeros(numel, dtype=job.dtype) for peer in range(world) if peer != rank}
 
@@ -233,7 +234,8 @@ VARIANTS: dict[str, Callable[[Job], Step]] = {
     "compute": compute_step,
     "adam": lambda job: adam_step(job, 1),
     "adam-share": lambda job: adam_step(job, dist.get_world_size()),
-    "exchange": exchange_step,
+    "exchange": lambda job: exchange_step(job, trained=False),
+    "exchange-trained": lambda job: exchange_step(job, trained=True),
 }
 
 
