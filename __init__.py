@@ -12,7 +12,7 @@ from .version import __version__
 
 # public name -> (module, attribute); attribute None means the module itself
 _LAZY: dict[str, tuple[str, str | None]] = {
-    "initialize": (".engine", "initialize"),
+    "initialize": (".engine.initialize", "initialize"),  # the module of this name may be imported before
     "Engine": (".engine", "Engine"),
     "DeepSpeedEngine": (".engine", "Engine"),
     "add_config_arguments": (".engine", "add_config_arguments"),

@@ -15,6 +15,7 @@ message per peer. Ranks on a CPU send with the cores that compute, so nothing is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -23,6 +24,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 import step_rank
@@ -69,6 +72,11 @@ class Variant:
             self._ranks.append(process)
             self._answers.append(os.fdopen(read))
         self.build_s = max(answer["build_s"] for answer in self._hear())
+        free, held = psutil.virtual_memory().available, sum(psutil.Process(rank.pid).memory_info().rss for rank in self._ranks)
+        if free < held:  # all of them wait in memory; without room the machine thrashes, and measures that
+            raise SystemExit(
+                f"steps: {free / 1e9:.1f} GB are left after {name}, which holds {held / 1e9:.1f}: run fewer --variants at a time"
+            )
 
     def _hear(self) -> list[dict[str, Any]]:
         lines = [answers.readline() for answers in self._answers]
@@ -80,7 +88,8 @@ class Variant:
         """Run some steps on all ranks and keep the median of the slowest rank's seconds."""
         for process in self._ranks:
             assert process.stdin is not None
-            process.stdin.write(f"run {steps}\n")
+            with contextlib.suppress(BrokenPipeError):  # its answer is missing too
+                process.stdin.write(f"run {steps}\n")
         said = self._hear()
         self.rounds.append(statistics.median(max(step) for step in zip(*(answer["seconds"] for answer in said), strict=True)))
         self.peak_bytes = max(answer["peak_bytes"] for answer in said)

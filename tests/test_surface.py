@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import subprocess
+import sys
 
 import pytest
 import stateroom
@@ -42,6 +44,11 @@ def test_what_is_not_there_says_why(name, reason):
     with pytest.raises(AttributeError, match=reason):
         getattr(stateroom, name)
     assert not hasattr(stateroom, name)
+
+
+def test_initialize_is_the_function_whatever_was_imported_before():
+    program = "import stateroom.engine.initialize as module, stateroom; assert stateroom.initialize is module.initialize"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_typo_is_an_ordinary_attribute_error():
