@@ -155,7 +155,7 @@ class ImageWriter:
         pinned: use page-locked memory, which an accelerator copies to faster.
     """
 
-    def __init__(self, threads: int = 3, pinned: bool = False) -> None:
+    def __init__(self, threads: int = 2, pinned: bool = False) -> None:
         self._threads = threads
         self._pinned = pinned
         self._ring: list[torch.Tensor] = []

@@ -14,9 +14,10 @@ import torch
 from ..errors import CheckpointError
 from . import portable
 from .elements import Elements
+from .flow import Buffers
 from .manifest import rank_file, read_checked, read_manifest
 from .plan import SEPARATOR, data_file, state_key
-from .reader import Buffers, Needed, Reader, Request, Stored
+from .reader import Needed, Reader, Request, Stored
 from .source import MASTER, WEIGHT, Parameter, Scalar, Source
 from .values import from_json
 
@@ -43,7 +44,7 @@ class Region:
         needed = Needed(self.folder, self.buffers)
         overlapping = [item for item in self.items if item.start < stop and item.start + item.numel > start]
         needed.add(Request(self.key, start, out), overlapping, self.shape, self.dtype)
-        needed.read(1)
+        needed.read()
 
     def places(self) -> Iterator[tuple[str, int]]:
         """Yield (file, number of elements in it) in order."""

@@ -6,7 +6,7 @@ import bisect
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,18 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..zero.tiers.disk import SECTOR_BYTES, Input, aligned_buffer, round_up, view_of
+from ..zero.tiers.disk import SECTOR_BYTES, Input, round_up, view_of
 from .boxes import box_at
 from .container import FRAMING, item_frame
 from .crc import crc32
+from .flow import LANES, Buffers, in_turn, side_by_side
 from .image import BLOCK_BYTES, joined_crc, segments
 from .manifest import DamagedError, index_file, read_checked, unpack_bounds
-from .workers import each
 
 _READ_BYTES = 2 * BLOCK_BYTES
 BUFFER_BYTES = _READ_BYTES + 4 * SECTOR_BYTES  # a single part may be a block with header and trailer, and edges are rounded
 _GAP_BYTES = 64 << 10  # read over what lies between two pieces rather than ask twice
-THREADS = 4
 
 
 class Stored(NamedTuple):
@@ -93,28 +92,6 @@ def segments_of(key: str, shape: Sequence[int], dtype: torch.dtype, item: Stored
         yield Segment(key, low, high, crc, dtype, frame.header if low == item.at else b"", trailer if high == stop else b"")
 
 
-class Buffers:
-    """Memory that reads take turns with; it stays until this is let go, because new memory costs more than what is read into it.
-
-    Of a virtual machine's memory the first touch was seen to take 10 to 100 ms for the 8 MiB that the drive brings in 3.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    @contextmanager
-    def one(self) -> Iterator[torch.Tensor]:
-        """Lend a buffer of `BUFFER_BYTES`; any thread may ask."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = aligned_buffer(BUFFER_BYTES)
-        try:
-            yield buffer
-        finally:
-            self._free.append(buffer)
-
-
 class Needed:
     """The parts of files that requests need; what several of them need is read once."""
 
@@ -137,8 +114,11 @@ class Needed:
                     at = low - request.start + (a - first) // size
                     part.copies.append((a, request.out[at : at + (b - a) // size]))
 
-    def read(self, threads: int) -> int:
+    def read(self, lanes: int = 0) -> int:
         """Read all of it into the requests' tensors; return the bytes read.
+
+        Args:
+            lanes: pairs of threads that do it; 0 for this thread alone.
 
         Raises:
             DamagedError: a file is missing or shorter than it was, or its bytes are not those that were written; names
@@ -148,12 +128,16 @@ class Needed:
         with ExitStack() as stack:
             inputs = {file: stack.enter_context(_open(self._folder / file)) for file in self._files}
 
-            def read(one: tuple[str, list[Segment]]) -> None:
-                with self._buffers.one() as buffer:
-                    _read_batch(inputs[one[0]], one[1], buffer)
+            def read(one: tuple[str, list[Segment]], buffer: torch.Tensor) -> int:
+                return _read_batch(inputs[one[0]], one[1], buffer)
 
-            if reads:
-                each(reads, read, min(threads, len(reads)), "read")
+            def use(one: tuple[str, list[Segment]], buffer: torch.Tensor, got: int) -> None:
+                _use_batch(inputs[one[0]].path, one[1], buffer, got)
+
+            if lanes and len(reads) > 1:
+                side_by_side(reads, read, use, self._buffers, lanes)
+            elif reads:
+                in_turn(reads, read, use, self._buffers)
         return sum(part.end - part.begin for _, batch in reads for part in batch)
 
 
@@ -163,7 +147,7 @@ class Reader:
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.buffers = Buffers()
+        self.buffers = Buffers(BUFFER_BYTES)
         self._indexes: dict[int, dict[str, list[Stored]]] = {}
         self._lock = threading.Lock()
 
@@ -238,7 +222,7 @@ class Reader:
             shape = self.manifest["tensors"][request.key]["shape"]
             items = self.stored(request.key, request.start, request.start + request.out.numel())
             needed.add(request, items, shape, self.dtype(request.key))
-        return needed.read(THREADS)
+        return needed.read(LANES)
 
 
 def _open(path: Path) -> Input:
@@ -248,20 +232,28 @@ def _open(path: Path) -> Input:
         raise DamagedError(f"{path} cannot be opened: {error.strerror}; load another tag") from error
 
 
-def _read_batch(source: Input, batch: Sequence[Segment], buffer: torch.Tensor) -> None:
-    base = batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
+def _base_of(batch: Sequence[Segment]) -> int:
+    return batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
+
+
+def _read_batch(source: Input, batch: Sequence[Segment], buffer: torch.Tensor) -> int:
+    base = _base_of(batch)
     try:
-        got = source.read(buffer[: round_up(batch[-1].end - base)], base)
+        return source.read(buffer[: round_up(batch[-1].end - base)], base)
     except OSError as error:
         raise DamagedError(f"{source.path} cannot be read at byte {base}: {error.strerror}; load another tag") from error
+
+
+def _use_batch(path: Path, batch: Sequence[Segment], buffer: torch.Tensor, got: int) -> None:
+    base = _base_of(batch)
     view = view_of(buffer)
     for part in batch:
         if base + got < part.end:
-            raise DamagedError(f"{source.path} ends at byte {base + got}, before {part.key!r} at bytes [{part.begin}, {part.end})")
+            raise DamagedError(f"{path} ends at byte {base + got}, before {part.key!r} at bytes [{part.begin}, {part.end})")
         wrong = part.wrong(view, base)
         if wrong is not None:
             low, high, what = wrong
-            raise DamagedError(f"{source.path} is damaged: bytes [{low}, {high}), {what}, are not what was written; load another tag")
+            raise DamagedError(f"{path} is damaged: bytes [{low}, {high}), {what}, are not what was written; load another tag")
         for at, out in part.copies:
             first = at - base
             out.copy_(buffer[first : first + out.numel() * part.dtype.itemsize].view(part.dtype))

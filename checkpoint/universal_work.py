@@ -94,7 +94,7 @@ class Writer:
                     trailer = frame.trailer(crc)
                     view[end : end + len(trailer)] = trailer
                 output.write(buffer[low:high], low)
-            output.finish()
+            output.cut()  # the batch syncs its files together, before they get their names
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         kept = getattr(self._own, "buffer", None)

@@ -13,11 +13,11 @@ import torch
 from ..errors import CheckpointError
 from ..zero.tiers.disk import SECTOR_BYTES, Input, round_up, view_of
 from .directory import find, holds_ours, is_ours, latest_name, tags
+from .flow import Buffers, side_by_side
 from .manifest import MANIFEST, DamagedError, missing_parts, read_checked, read_manifest, write_durably
 from .opener import open_source
-from .reader import THREADS, Buffers, Segment, Stored, batches, segments_of
+from .reader import BUFFER_BYTES, Segment, Stored, batches, segments_of
 from .retention import VERIFIED
-from .workers import each
 
 Advance = Callable[[int], None]  # told the bytes that have been looked at, from several threads
 
@@ -115,23 +115,24 @@ def _verify_data(path: Path, index: dict[str, Any], advance: Advance | None) -> 
     """Read a data file from one end to the other."""
     parts = sorted(_parts(index), key=lambda part: part.low)
     problems: list[Problem] = []
-    buffers = Buffers()
 
-    def check(batch: list[Segment]) -> None:
+    def read(batch: list[Segment], buffer: torch.Tensor) -> int:
         base = batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
-        with buffers.one() as buffer:
-            got = source.read(buffer[: round_up(batch[-1].end - base)], base)
-            for part in batch:
-                wrong = part.wrong(view_of(buffer)[:got], base)
-                if wrong is not None:
-                    low, high, what = wrong
-                    text = f"{path}: bytes [{low}, {high}), {what}, are not what was written"
-                    problems.append(Problem(str(path), text, part.key, low, high))
+        return source.read(buffer[: round_up(batch[-1].end - base)], base)
+
+    def check(batch: list[Segment], buffer: torch.Tensor, got: int) -> None:
+        base = batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
+        for part in batch:
+            wrong = part.wrong(view_of(buffer)[:got], base)
+            if wrong is not None:
+                low, high, what = wrong
+                text = f"{path}: bytes [{low}, {high}), {what}, are not what was written"
+                problems.append(Problem(str(path), text, part.key, low, high))
         if advance is not None:
             advance(batch[-1].end - batch[0].begin)
 
     with Input(path) as source:
-        each(batches(parts), check, THREADS, "verify")
+        side_by_side(batches(parts), read, check, Buffers(BUFFER_BYTES))
     return sorted(problems, key=lambda problem: problem.low or 0)
 
 

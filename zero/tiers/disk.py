@@ -123,15 +123,19 @@ class _File:
 
 
 class Output(_File):
-    """A new file of known length that several threads write, each at its own place; `finish` cuts what is too much."""
+    """A new file of known length that several threads write, each at its own place; `cut` or `finish` end it."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         super().__init__(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self.num_bytes = num_bytes
 
+    def cut(self) -> None:
+        """Give the file its length; somebody else has to see that it comes to the disk."""
+        os.ftruncate(self._fd, self.num_bytes)
+
     def finish(self) -> None:
         """Return when the file is on the disk, at its length."""
-        os.ftruncate(self._fd, self.num_bytes)
+        self.cut()
         os.fsync(self._fd)
 
 
