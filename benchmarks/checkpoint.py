@@ -3,7 +3,8 @@
     python benchmarks/checkpoint.py [--gigabytes 1.2] [--folder DIR] [--rounds 3] [--json]
     launcher --num_gpus 2 benchmarks/checkpoint.py
 
-The raw rates are those of one rank's share of bytes, written sequentially past the page cache and synced, and read back.
+The raw rates are those of one rank's share of bytes, written sequentially past the page cache and synced, and read back, by all
+ranks at once.
 Synchronous saves and loads are timed around the engine's own calls, all of it: agreement, checksums, manifest, renames.
 The stall of an asynchronous save is what save_checkpoint() takes plus what the next update waits for the copy. Peak host
 memory is the resident set of the process. Bytes are those of the states: 12 a parameter for Adam in fp32.
@@ -96,13 +97,17 @@ def synchronous(folder: Path, layers: int, rounds: int) -> dict[str, list[float]
     for number in range(rounds):
         scratch = folder / f"raw{engine.global_rank}"
         num_bytes = sum(unit.hi - unit.lo for unit in engine.sharded.units) * BYTES_A_PARAMETER
+        engine.comm.barrier()  # each measurement begins on all ranks at once: none has the disk to itself, none waits for another's
         found["raw write"].append(raw_write(scratch, num_bytes))
+        engine.comm.barrier()
         began = time.perf_counter()
         engine.save_checkpoint(folder, tag=f"t{number}")
         took_s = time.perf_counter() - began
         found["save"].append(num_bytes / took_s / 1e6)
         found["save_s"].append(took_s)
+        engine.comm.barrier()
         found["raw read"].append(raw_read(scratch))
+        engine.comm.barrier()
         began = time.perf_counter()
         engine.load_checkpoint(folder, tag=f"t{number}")
         found["load"].append(num_bytes / (time.perf_counter() - began) / 1e6)
@@ -110,6 +115,7 @@ def synchronous(folder: Path, layers: int, rounds: int) -> dict[str, list[float]
         if engine.global_rank == 0:
             shutil.rmtree(folder / f"t{number}")
         scratch.unlink()
+        os.sync()  # what deleting leaves to be done is done before the next round
     engine.destroy()
     return found
 
