@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..parallel.collectives import DONE, Collectives, Pending
-from .small import SmallGradients
+from .small import SmallGradients, put
 from .tiers.copies import copy_down
 from .tiers.home import DiskHome
 
@@ -82,6 +82,8 @@ class Gradients:
         self.touched[index] = 1
         if grad.requires_grad:  # create_graph: the values are enough here
             grad = grad.detach()
+        if factor != self._factor:
+            self._move_small()
         if self._small.take(index, grad):
             self._factor = factor
             if self._small.are_many:
@@ -90,16 +92,9 @@ class Gradients:
         if index in self._small:
             self._move_small()
         view = self._view(index)
-        if grad.is_sparse or self.filled[index]:
-            if not self.filled[index]:
-                view.zero_()
-            view.add_(grad, alpha=factor)
-        elif factor == 1.0 or grad.dtype != self.dtype:
-            view.copy_(grad)
-            if factor != 1.0:
-                view.mul_(factor)
-        else:
-            torch.mul(grad, factor, out=view)
+        if grad.is_sparse and not self.filled[index]:
+            view.zero_()
+        put(view, grad, factor, adds=grad.is_sparse or bool(self.filled[index]))
         self.filled[index] = 1
 
     def _move_small(self) -> None:

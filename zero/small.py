@@ -55,16 +55,21 @@ class SmallGradients:
             first, last = self._slots[indexes[0]], self._slots[indexes[-1]]
             here = full[first.offset : last.offset + last.numel]
             flat = grads[0].reshape(-1) if len(grads) == 1 else torch._utils._flatten_dense_tensors(grads)
-            if filled[indexes[0]]:
-                here.add_(flat, alpha=factor)
-            elif factor == 1.0 or flat.dtype != full.dtype:
-                here.copy_(flat)
-                if factor != 1.0:
-                    here.mul_(factor)
-            else:
-                torch.mul(flat, factor, out=here)
+            put(here, flat, factor, adds=bool(filled[indexes[0]]))
             filled[indexes[0] : indexes[-1] + 1] = b"\1" * len(indexes)
         self.forget()
+
+
+def put(view: torch.Tensor, grad: torch.Tensor, factor: float, *, adds: bool) -> None:
+    """Write `grad` times `factor` into `view` in one pass over memory where the dtypes allow it, or add it to what is there."""
+    if adds:
+        view.add_(grad, alpha=factor)
+    elif factor == 1.0 or grad.dtype != view.dtype:
+        view.copy_(grad)
+        if factor != 1.0:
+            view.mul_(factor)
+    else:
+        torch.mul(grad, factor, out=view)
 
 
 def _stretches(indexes: Sequence[int], filled: Sequence[int]) -> Iterator[list[int]]:

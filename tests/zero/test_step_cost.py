@@ -193,6 +193,22 @@ def test_small_gradients_move_as_each_would_by_itself(order, dtype, factor):
     torch.testing.assert_close(full, wanted, rtol=0, atol=1e-7)
 
 
+def collected_with_two_factors():
+    engine = engine_for(nn.Linear(3, 2), 0, lambda params: torch.optim.SGD(params, lr=0.1))
+    unit = engine.sharded.units[0]
+    for slot, factor in zip(unit.slots, (0.5, 0.25), strict=True):
+        slot.param.grad = torch.full(slot.shape, 8.0)
+        unit.gradients.accept(slot.index, factor)
+    unit.gradients.land()
+    found = [unit.gradients.full[slot.offset].item() for slot in unit.slots]
+    engine.destroy()
+    return found
+
+
+def test_each_waiting_gradient_keeps_the_factor_it_came_with(pools):
+    assert pools(1).run(collected_with_two_factors) == [[4.0, 2.0]]
+
+
 def test_what_waits_is_bounded_and_only_small_dense_gradients_wait():
     slots = slots_of(*[SMALL_NUMEL] * 20, SMALL_NUMEL + 1, 0)
     small = SmallGradients(slots)
