@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -93,7 +93,8 @@ class HostAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
-        exits = {local_rank: code for local_rank, handler in handlers.items() if (code := handler.proc.poll())}
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+        exits = {local_rank: code for local_rank, code in codes.items() if code}
         if exits:
             self._told_to_stop_ns = time.time_ns()
             self.failures = self._read_failures(worker_group, exits)
@@ -101,6 +102,7 @@ class HostAgent(LocalElasticAgent):
             self.failures += self.failures_before_the_stop(exits)
             if self._order.led:
                 raise Failed
+            return super()._monitor_workers(worker_group)
         try:
             self._control.check()
             self._meeting.raise_if_failed()
@@ -110,6 +112,9 @@ class HostAgent(LocalElasticAgent):
         except FailedElsewhere:
             self._told_to_stop_ns = time.time_ns()
             raise
+        if None in codes.values():
+            # Torch's own look would see a rank that has failed since ours, and end the others in 30 s, untold.
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def failures_before_the_stop(self, known: Collection[int] = ()) -> tuple[Failure, ...]:
