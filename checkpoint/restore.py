@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..parallel.collectives import Pending
 from ..zero.access import GatheredParameters
 from ..zero.intact import follow_writes
 from ..zero.optimizer import ShardedOptimizer
@@ -51,7 +52,8 @@ class Read:
 
 @dataclass
 class Restorer:
-    """Brings the states of one engine from a source, in three steps, so that ranks can agree after each.
+    """Brings the states of one engine from a source, step by step, so that ranks can agree after each: `check`, `read`, `publish`,
+    `read_rest` and `settle`.
 
     Attributes:
         strict: missing and unexpected names are errors.
@@ -72,6 +74,10 @@ class Restorer:
     elsewhere: frozenset[str] = frozenset()  # names in the checkpoint that other parts of the model load
     remarks: list[str] = field(default_factory=list)
     _matching: Matching = field(default_factory=Matching)
+    _runs: list[Run] = field(default_factory=list)
+    _fresh: dict[int, dict[str, Any]] = field(default_factory=dict)  # of runs in memory, by their number
+    _left: list[Read] = field(default_factory=list)
+    _pending: list[Pending] = field(default_factory=list)
 
     def check(self) -> None:
         """See whether the checkpoint fits; nothing is changed.
@@ -92,7 +98,7 @@ class Restorer:
             self._check_optimizer()
 
     def read(self) -> None:
-        """Read this rank's part into shards, master weights and optimizer states.
+        """Read this rank's part into shards and master weights, and into optimizer states if `publish` sends nothing to other ranks.
 
         Raises:
             CheckpointError: a file is missing or damaged; weights and states are then a mixture of old and new.
@@ -100,23 +106,46 @@ class Restorer:
         follow_writes(self.units)
         in_memory = [unit for unit in self.units if unit.residence is None]
         reads = [read for unit in in_memory for read in self._reads_of(unit)] if self.with_weights else []
-        states: dict[int, dict[str, Any]] = {}
-        runs: list[Run] = []
         if self._loads_states():
             assert self.optimizer is not None
-            runs = list(self._cut(self.optimizer.fresh_runs()))
-            memory = _memory_of_states(self.optimizer, runs)  # makes room
-            in_memory_runs = [(index, run) for index, run in enumerate(runs) if run.unit.residence is None]
-            states = {index: self._states_of(run, reads, memory.pop(_place(run), {})) for index, run in in_memory_runs}
+            self._runs = list(self._cut(self.optimizer.fresh_runs()))
+            memory = _memory_of_states(self.optimizer, self._runs)  # makes room
+            for index, run in enumerate(self._runs):
+                if run.unit.residence is None:
+                    self._fresh[index] = self._states_of(run, self._left, memory.pop(_place(run), {}))
+        if not self._travels:
+            reads, self._left = reads + self._left, []
         with torch.no_grad():
             _execute(self.source, reads)
             self._read_to_drives()
             own = self._own_buffers()
             for buffer, name, saved in self._matching.buffers.values() if self.with_weights else ():
                 buffer.copy_(own.get(name, saved))
+        if not self._travels:
+            self._restart()
+
+    @property
+    def _travels(self) -> bool:
+        """Whether weights go from rank to rank when they are published, which takes no disk: states are read meanwhile."""
+        in_memory = all(unit.residence is None for unit in self.units)
+        return in_memory and any(unit.comm.world > 1 and unit.master is not None and not unit.sharded for unit in self.units)
+
+    def read_rest(self) -> None:
+        """Read what `read` has left, beside what `publish` has started.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        if self._travels:
+            with torch.no_grad():
+                _execute(self.source, self._left)
+            self._restart()
+
+    def _restart(self) -> None:
+        """Let the optimizer go on with the states that were read."""
         if self._loads_states():
             assert self.optimizer is not None
-            self.optimizer.restart(runs, self._each_state(runs, states))
+            self.optimizer.restart(self._runs, self._each_state(self._runs, self._fresh))
             self._set_groups()
 
     def _read_to_drives(self) -> None:
@@ -149,9 +178,12 @@ class Restorer:
             load(src={**weights, **self.source.buffers()}, dst=self.module)
 
     def publish(self) -> None:
-        """Let weights follow master weights on every rank; a collective."""
-        pending = [unit.publish() for unit in self.units]
-        for each in pending:
+        """Start bringing master weights to the weights of every rank; a collective, ended by `settle`."""
+        self._pending = [unit.publish() for unit in self.units]
+
+    def settle(self) -> None:
+        """Return when weights have followed master weights on every rank."""
+        for each in self._pending:
             each.wait()
         for unit in self.units:
             unit.refresh()

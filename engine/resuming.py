@@ -110,6 +110,12 @@ def _load_one(engine: Engine, candidate: Candidate, options: LoadOptions) -> tup
         restorer[0].hand_over(options.custom)
     _together(engine, restorer[0].read)
     restorer[0].publish()
+    try:
+        _together(engine, restorer[0].read_rest)
+    except CheckpointError:  # on every rank alike: what was started is ended before another checkpoint is tried
+        restorer[0].settle()
+        raise
+    restorer[0].settle()
     for line in restorer[0].remarks:
         engine.progress.warn(f"load_checkpoint: {line}")
     source = restorer[0].source
