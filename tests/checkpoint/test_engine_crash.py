@@ -140,9 +140,9 @@ def two_saves(folder):
     engine.destroy()
 
 
-def load_damaged(folder, damages):
+def load_damaged(folder, damages, stage):
     """For each damage: do it, try to load by tag and by `latest`, undo it. Return what was said and loaded."""
-    engine = new_engine("odd", 3)
+    engine = new_engine("odd", stage)
     lines, found = listen(engine), []
     engine.load_checkpoint(folder, tag="first")
     first = states_of(engine)
@@ -182,14 +182,18 @@ def damages_of(folder, count, seed):
     draw = random.Random(seed)
     files = sorted(path for path in (folder / "second").iterdir() if path.name != VERIFIED)  # an empty mark
     data = [path for path in files if path.suffix == ".distcp"]
-    for path in files:
-        shutil.copy(path, path.with_name(f"whole-{path.name}"))
+    keep_copies(files)
     drawn = []
     for number in range(count):
         path = draw.choice(data if number % 2 else files)
         size = path.stat().st_size
         drawn.append((path.name, draw.randrange(size), -1 if number % 5 == 4 else draw.randrange(8)))
     return drawn
+
+
+def keep_copies(files):
+    for path in files:
+        shutil.copy(path, path.with_name(f"whole-{path.name}"))
 
 
 def check_damages(pools, folder, count, seed):
@@ -203,7 +207,11 @@ def check_damages(pools, folder, count, seed):
         if file.endswith(".distcp") and bit >= 0:
             assert all(problem.low <= at < problem.high and problem.key for problem in problems)
         shutil.copy(folder / "second" / f"whole-{file}", folder / "second" / file)
-    for found, changed in pools(2).run(load_damaged, str(folder), drawn):
+    check_loads(pools, folder, drawn, stage=3)
+
+
+def check_loads(pools, folder, drawn, stage):
+    for found, changed in pools(2).run(load_damaged, str(folder), drawn, stage):
         assert changed, "after all that the whole checkpoint loads, and it is another one"
         for (file, at, bit), (error, loaded, fell_back, said) in zip(drawn, found, strict=True):
             assert error[0] in ("CheckpointError", "DamagedError") and file in error[1], (file, at, bit, error)
@@ -220,6 +228,22 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(pools, tmp_path):
 @pytest.mark.full
 def test_any_damage_is_named(pools, tmp_path):
     check_damages(pools, tmp_path, 200, 2)
+
+
+def test_damage_to_a_state_is_found_while_weights_travel(pools, tmp_path):
+    """At stages 1 and 2 ranks send each other the weights while they read optimizer states, one of which is damaged on one rank."""
+    pools(2).run(two_saves, str(tmp_path))
+    files, draw, drawn = sorted((tmp_path / "second").glob("*.distcp")), random.Random(3), []
+    keep_copies(files)
+    while len(drawn) < 4:
+        path = files[len(drawn) % len(files)]
+        at = draw.randrange(path.stat().st_size)
+        damage(path, at, 0)
+        if any("exp_avg" in (problem.key or "") for problem in verify(tmp_path, "second")):
+            drawn.append((path.name, at, 0))
+        damage(path, at, 0)
+    assert len(files) == 2 and verify(tmp_path, "second") == []
+    check_loads(pools, tmp_path, drawn, stage=2)
 
 
 def test_no_byte_of_a_data_file_may_change_unseen(pools, tmp_path):
