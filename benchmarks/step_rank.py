@@ -13,11 +13,13 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 import step_models
@@ -41,12 +43,17 @@ class Job:
         batch = self.kind.batch(args.rows)
         self.batch = tuple(x.to(self.dtype) if x.is_floating_point() else x for x in batch)
 
-    def model(self) -> torch.nn.Module:
-        """Return the model in the dtype in which it computes, compiled block by block where that is asked for."""
-        model = step_models.build(self.args.model).to(self.dtype)
-        if self.args.compile:
-            for block in self.kind.blocks(model):
+    def model(self, recompute: bool = True) -> torch.nn.Module:
+        """Return the model in the dtype in which it computes."""
+        return self.with_blocks(step_models.build(self.args.model).to(self.dtype), recompute)
+
+    def with_blocks(self, model: torch.nn.Module, recompute: bool = True) -> torch.nn.Module:
+        """Return the model with its blocks compiled, and recomputed in backward, where that is asked for."""
+        for block in self.kind.blocks(model):
+            if self.args.compile:
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+            if self.args.recompute and recompute:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
         return model
 
     def config(self, stage: int) -> dict[str, Any]:
@@ -81,7 +88,10 @@ def stateroom_step(job: Job, stage: int) -> Step:
     """Return a step through Stateroom."""
     import stateroom
 
-    return _engine_step(job, stateroom.initialize(model=job.model(), optimizer=adamw, config=job.config(stage) | {"log_level": "error"})[0])
+    config = job.config(stage) | {"log_level": "error"}
+    if job.args.recompute:
+        config["activation_checkpointing"] = {"policy": "full"}
+    return _engine_step(job, stateroom.initialize(model=job.model(recompute=False), optimizer=adamw, config=config)[0])
 
 
 def deepspeed_step(job: Job, stage: int) -> Step:
@@ -110,7 +120,7 @@ def ddp_step(job: Job) -> Step:
     """Return a step through DistributedDataParallel; in bf16 with fp32 weights under autocast, since it keeps no masters."""
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(_masters_inside(job))
+    model = DistributedDataParallel(job.with_blocks(step_models.build(job.args.model)))
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = adamw(params)
 
@@ -131,7 +141,7 @@ def fsdp2_step(job: Job, reshard: bool, local: bool = False) -> Step:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = _masters_inside(job)
+    model = job.with_blocks(step_models.build(job.args.model))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if job.args.bf16 else MixedPrecisionPolicy()
     for block in job.kind.blocks(model):
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
@@ -160,14 +170,6 @@ def update_parts(job: Job, params: list[Any], parts: list[torch.nn.Parameter], o
         torch.nn.utils.clip_grads_with_norm_(parts, job.args.clip, square.sqrt())
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _masters_inside(job: Job) -> torch.nn.Module:
-    model = step_models.build(job.args.model)
-    if job.args.compile:
-        for block in job.kind.blocks(model):
-            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-    return model
 
 
 def _autocast(job: Job, model: torch.nn.Module) -> Callable[..., torch.Tensor]:
@@ -247,6 +249,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true", help="compile block by block")
+    parser.add_argument("--recompute", action="store_true", help="recompute each block in backward")
 
 
 def peak_bytes() -> int:

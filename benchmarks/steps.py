@@ -1,7 +1,7 @@
 """A training step of Stateroom beside its peers, interleaved in one run, and beside what no engine can be faster than.
 
     python benchmarks/steps.py [--model block|large|wide|tiny-many|frozen] [--rounds 5] [--variants stateroom-3,fsdp2,...]
-        [--bf16] [--accumulation 8] [--compile] [--rows 1] [--clip 1.0] [--ranks 2] [--peer-python FILE] [--json FILE]
+        [--bf16] [--accumulation 8] [--compile] [--recompute] [--rows 1] [--clip 1.0] [--ranks 2] [--peer-python FILE] [--json FILE]
 
 Every variant has ranks of its own, which wait while another one runs; each round runs them all in turn, so that what the
 machine does beside this touches all alike. Printed are the median over rounds of a step's seconds (the slowest rank's), its
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -31,19 +31,29 @@ sys.path.insert(0, str(Path(__file__).parent))
 import step_rank
 
 PARTS = ("compute", "adam", "adam-share", "exchange", "exchange-trained")
-# variant -> (times that all elements cross, times that the trained ones do, whether the update is of a share)
+
+
+class Crossings(NamedTuple):
+    """How often elements go from rank to rank: all of them in each micro-batch, those trained there, and those trained once a step."""
+
+    gathered: int
+    reduced: int
+    trained: int
+    is_share: bool  # whether the update is of a rank's share
+
+
 CROSSINGS = {
-    "stateroom-0": (0, 2, False),
-    "stateroom-1": (0, 2, True),
-    "stateroom-2": (0, 2, True),
-    "stateroom-3": (2, 1, True),
-    "ddp": (0, 2, False),
-    "fsdp2": (2, 1, True),
-    "fsdp2-keep": (1, 1, True),
-    "fsdp2-local": (2, 1, True),
-    "deepspeed-1": (0, 2, True),
-    "deepspeed-2": (0, 2, True),
-    "deepspeed-3": (2, 1, True),
+    "stateroom-0": Crossings(0, 0, 2, False),
+    "stateroom-1": Crossings(0, 0, 2, True),
+    "stateroom-2": Crossings(0, 1, 1, True),
+    "stateroom-3": Crossings(2, 1, 0, True),
+    "ddp": Crossings(0, 0, 2, False),
+    "fsdp2": Crossings(2, 0, 1, True),
+    "fsdp2-keep": Crossings(1, 0, 1, True),
+    "fsdp2-local": Crossings(2, 0, 1, True),
+    "deepspeed-1": Crossings(0, 0, 2, True),
+    "deepspeed-2": Crossings(0, 1, 1, True),
+    "deepspeed-3": Crossings(2, 1, 0, True),
 }
 BESIDE = {"stateroom-0": ("ddp",), "stateroom-1": ("ddp", "deepspeed-1"), "stateroom-2": ("ddp", "deepspeed-2")}
 BESIDE |= {"stateroom-3": ("fsdp2", "fsdp2-local", "deepspeed-3")}
@@ -119,24 +129,25 @@ def paired(a: Variant, b: Variant) -> float:
     return statistics.median(x / y for x, y in zip(a.rounds, b.rounds, strict=True))
 
 
-def limit_s(name: str, parts: dict[str, Variant]) -> float | None:
+def limit_s(name: str, parts: dict[str, Variant], micro_batches: int) -> float | None:
     """Return the seconds that a variant cannot go below, by the parts that were measured."""
     if name not in CROSSINGS or not all(part in parts for part in PARTS):
         return None
-    every, trained, shares = CROSSINGS[name]
-    update = parts["adam-share" if shares else "adam"].median_s
-    exchange = every * parts["exchange"].median_s + trained * parts["exchange-trained"].median_s
+    cross = CROSSINGS[name]
+    update = parts["adam-share" if cross.is_share else "adam"].median_s
+    trained = cross.reduced * micro_batches + cross.trained
+    exchange = cross.gathered * micro_batches * parts["exchange"].median_s + trained * parts["exchange-trained"].median_s
     return parts["compute"].median_s + update + exchange
 
 
-def report(found: dict[str, Variant]) -> list[dict[str, Any]]:
+def report(found: dict[str, Variant], micro_batches: int) -> list[dict[str, Any]]:
     """Return a row a variant."""
     rows = []
     for name, variant in found.items():
         spread = (max(variant.rounds) - min(variant.rounds)) / variant.median_s
         row: dict[str, Any] = {"variant": name, "step_s": variant.median_s, "spread": spread, "peak_bytes": variant.peak_bytes}
         row |= {"build_s": variant.build_s, "rounds": variant.rounds}
-        limit = limit_s(name, found)
+        limit = limit_s(name, found, micro_batches)
         if limit is not None:
             row |= {"limit_s": limit, "over_limit": variant.median_s / limit}
         row["ratios"] = {peer: paired(variant, found[peer]) for peer in BESIDE.get(name, ()) if peer in found}
@@ -170,7 +181,7 @@ def main() -> None:
         args.variants.split(",") if args.variants else [n for n in step_rank.VARIANTS if args.peer_python or not n.startswith("deepspeed")]
     )
     options = ["--model", args.model, "--rows", str(args.rows), "--accumulation", str(args.accumulation), "--clip", str(args.clip)]
-    options += ["--bf16"] * args.bf16 + ["--compile"] * args.compile
+    options += ["--bf16"] * args.bf16 + ["--compile"] * args.compile + ["--recompute"] * args.recompute
     found: dict[str, Variant] = {}
     for name in names:
         print(f"building {name} ...", file=sys.stderr, flush=True)
@@ -182,7 +193,7 @@ def main() -> None:
             variant.run(args.steps)
     for variant in found.values():
         variant.end()
-    rows = report(found)
+    rows = report(found, args.accumulation)
     show(rows)
     if args.json:
         args.json.write_text(json.dumps({"options": options, "ranks": args.ranks, "rows": rows}, indent=2) + "\n")

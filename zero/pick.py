@@ -13,7 +13,7 @@ from torch import nn
 from .leaf import is_named, z3_leaf_module
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-LEAF_MIN_NUMEL = 1 << 16  # repeated single layers are grouped to at least this, or each would be a collective of its own
+MIN_NUMEL = 1 << 16  # repeated children are grouped to at least this: a unit costs 0.25 ms a step at stage 3, as much as sending it
 
 
 @dataclass
@@ -38,17 +38,19 @@ def pick_sites(
     Args:
         classes: class names (or dotted paths) whose every outermost instance is a site; empty: repeated children of
             Sequential, ModuleList and ModuleDict.
-        min_numel: consecutive candidates are grouped until they hold this many elements; None: blocks stand alone and
-            repeated single layers are grouped to LEAF_MIN_NUMEL.
+        min_numel: consecutive candidates are grouped until they hold this many elements; None: MIN_NUMEL, and 0 for
+            classes that were named.
         max_numel: a candidate with more elements is opened and its own repeated children are taken.
-        closed: class names, module paths or ends of paths that are taken as one site and never opened; so are modules marked as leaf.
+        closed: class names, module paths or ends of paths that are one site, never opened or grouped; so are modules marked as leaf.
 
     A parameter that several sites use belongs to the root, which stays gathered while any of them runs.
     """
     numel_of = cache(_numel)  # walks all that is below a module
     repeated = _repeated(model, "", max_numel, set(closed), numel_of)
     candidates = list(_named_class_instances(model, "", set(classes))) if classes else list(repeated)
-    sites = [Site("root", [model]), *_grouped(candidates, min_numel, bool(classes))]
+    if min_numel is None:
+        min_numel = 0 if classes else MIN_NUMEL
+    sites = [Site("root", [model]), *_grouped(candidates, min_numel, set(closed))]
     names = {id(param): name for name, param in model.named_parameters()}
     users: dict[int, list[int]] = {}
     inside = {id(m) for site in sites[1:] for top in site.modules for m in top.modules()}
@@ -122,21 +124,19 @@ def _repeated(
             yield from inside
 
 
-def _grouped(candidates: list[tuple[str, nn.Module]], min_numel: int | None, named: bool) -> list[Site]:
-    """Join consecutive candidates of one parent until each group is large enough."""
+def _grouped(candidates: list[tuple[str, nn.Module]], min_numel: int, closed: set[str]) -> list[Site]:
+    """Join consecutive candidates of one parent until each group is large enough; closed ones stand alone."""
     sites: list[Site] = []
     size, parent = 0, None
     for path, module in candidates:
-        single_layer = not list(module.children())
-        wanted = min_numel if min_numel is not None else (LEAF_MIN_NUMEL if single_layer and not named else 0)
-        here = path.rpartition(".")[0]
-        if sites and here == parent and size < wanted:
+        here, alone = path.rpartition(".")[0], _is_closed(module, path, closed)
+        if sites and here == parent and size < min_numel and not alone:
             sites[-1].modules.append(module)
             sites[-1].name = f"{sites[-1].name.split('..')[0]}..{path.rpartition('.')[2]}"
             size += _numel(module)
         else:
             sites.append(Site(path, [module]))
-            size, parent = _numel(module), here
+            size, parent = max(_numel(module), min_numel * alone), here
     return sites
 
 

@@ -964,7 +964,7 @@ def test_recompute_changes_no_number_and_really_recomputes(pools):
 def units_of():
     found = {}
     for name, section in {
-        "default": {"min_numel": 0},
+        "smallest": {"min_numel": 0},
         "classes": {"classes": ["Block"]},
         "dotted": {"classes": ["models.Block"]},
         "linear": {"classes": ["Linear"]},
@@ -987,7 +987,8 @@ def test_units_follow_the_config_and_change_no_number(pools):
             assert_close(weights, wanted, what=name)
         blocks = ["blocks.0", "blocks.1", "blocks.2"]
         names = {name: units for name, (units, _) in found.items()}
-        assert names["default"] == names["classes"] == names["dotted"] == names["auto"] == ["root", *blocks]
+        assert names["smallest"] == names["classes"] == names["dotted"] == ["root", *blocks]
+        assert names["auto"] == ["root", "blocks.0..2"]  # all of them are smaller than what a collective is worth
         assert names["linear"] == ["root", *linears]
         assert names["merged"] == ["root", "blocks.0..1", "blocks.2"]
         assert names["opened"] == ["root"]

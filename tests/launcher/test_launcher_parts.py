@@ -26,7 +26,7 @@ from stateroom.launcher.problem import LaunchError
 
 
 @settings(deadline=None)
-@given(st.lists(st.text(st.characters(blacklist_characters="\r\n"), max_size=30), max_size=6), st.integers(1, 7))
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=30), max_size=6), st.integers(1, 7))
 def test_lines_are_the_same_however_the_bytes_come(lines: list[str], step: int) -> None:
     data = "".join(line + "\n" for line in lines).encode() + b"rest"
     transcript, found = Transcript(), []

@@ -46,12 +46,12 @@ def names(model, **options):
 @pytest.mark.parametrize("given", [[Experts], Experts, ["Experts"], [f"{__name__}.Experts"]])
 def test_a_marked_module_is_one_site(given):
     model = Model()
-    assert names(model) == ["root", "moe.experts.0", "moe.experts.1", "moe.experts.2", "moe.experts.3"]
+    assert names(model, min_numel=0) == ["root", "moe.experts.0", "moe.experts.1", "moe.experts.2", "moe.experts.3"]
     assert set_z3_leaf_modules(model, given) == [model.moe]
     assert names(model) == names(model, max_numel=1) == ["root", "moe"]
     assert get_z3_leaf_modules(model) == [model.moe] and z3_leaf_module(model.moe)
     assert unset_z3_leaf_modules(model, given) == [model.moe]
-    assert len(names(model)) == 5 and get_z3_leaf_modules(model) == []
+    assert len(names(model, min_numel=0)) == 5 and get_z3_leaf_modules(model) == []
 
 
 def test_single_modules_and_names():
@@ -78,6 +78,7 @@ def train(way):
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 0 if way == "none" else 3, **leaf},
+        "units": {"min_numel": 0},
     }
     engine, *_ = stateroom.initialize(model, config=config)
     losses = []
@@ -108,3 +109,11 @@ def misspelt():
 
 def test_a_misspelt_name_in_the_config_is_an_error(pools):
     pools(2).run(misspelt)
+
+
+def test_a_marked_module_is_not_grouped_with_its_neighbours():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(5)))
+    assert names(model) == names(model, min_numel=10**9) == ["root", "0..4"]
+    set_z3_leaf_module(model[2], True)
+    assert names(model) == names(model, min_numel=10**9) == ["root", "0..1", "2", "3..4"]
+    assert names(model, closed=["0"]) == ["root", "0", "1", "2", "3..4"]
