@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,14 +85,14 @@ class Job:
 # ---- engines
 
 
-def stateroom_step(job: Job, stage: int) -> Step:
-    """Return a step through Stateroom."""
+def stateroom_step(job: Job, stage: int, hold: bool = False) -> Step:
+    """Return a step through Stateroom; with `hold` whole gradients stay on each rank from micro-batch to micro-batch."""
     import stateroom
 
     config = job.config(stage) | {"log_level": "error"}
     if job.args.recompute:
         config["activation_checkpointing"] = {"policy": "full"}
-    return _engine_step(job, stateroom.initialize(model=job.model(recompute=False), optimizer=adamw, config=config)[0])
+    return _engine_step(job, stateroom.initialize(model=job.model(recompute=False), optimizer=adamw, config=config)[0], hold)
 
 
 def deepspeed_step(job: Job, stage: int) -> Step:
@@ -104,11 +105,12 @@ def deepspeed_step(job: Job, stage: int) -> Step:
     return _engine_step(job, deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=config)[0])
 
 
-def _engine_step(job: Job, engine: Any) -> Step:
+def _engine_step(job: Job, engine: Any, hold: bool = False) -> Step:
     def step() -> None:
-        for _ in range(job.args.accumulation):
-            engine.backward(engine(*job.batch))
-            engine.step()
+        for micro in range(job.args.accumulation):
+            with engine.no_sync() if hold and micro + 1 < job.args.accumulation else nullcontext():
+                engine.backward(engine(*job.batch))
+                engine.step()
 
     return step
 
@@ -210,12 +212,12 @@ def adam_step(job: Job, share: int) -> Step:
     return step
 
 
-def exchange_step(job: Job, trained: bool) -> Step:
+def exchange_step(job: Job, trained: bool, dtype: torch.dtype) -> Step:
     """Return what the ranks must at least send each other to gather all elements once, or those trained, as one message to each peer."""
     params = step_models.build(job.args.model).parameters()
     numel = sum(param.numel() for param in params if param.requires_grad or not trained) // dist.get_world_size()
-    own, rank, world = torch.zeros(numel, dtype=job.dtype), dist.get_rank(), dist.get_world_size()
-    others = {peer: torch.zeros(numel, dtype=job.dtype) for peer in range(world) if peer != rank}
+    own, rank, world = torch.zeros(numel, dtype=dtype), dist.get_rank(), dist.get_world_size()
+    others = {peer: torch.zeros(numel, dtype=dtype) for peer in range(world) if peer != rank}
 
     def step() -> None:
         works = [dist.irecv(theirs, peer) for peer, theirs in others.items()]
@@ -228,6 +230,7 @@ def exchange_step(job: Job, trained: bool) -> Step:
 
 VARIANTS: dict[str, Callable[[Job], Step]] = {
     **{f"stateroom-{stage}": lambda job, stage=stage: stateroom_step(job, stage) for stage in range(4)},  # type: ignore[misc]
+    **{f"stateroom-{stage}-hold": lambda job, stage=stage: stateroom_step(job, stage, hold=True) for stage in (2, 3)},  # type: ignore[misc]
     **{f"deepspeed-{stage}": lambda job, stage=stage: deepspeed_step(job, stage) for stage in range(1, 4)},  # type: ignore[misc]
     "ddp": ddp_step,
     "fsdp2": lambda job: fsdp2_step(job, True),
@@ -236,8 +239,9 @@ VARIANTS: dict[str, Callable[[Job], Step]] = {
     "compute": compute_step,
     "adam": lambda job: adam_step(job, 1),
     "adam-share": lambda job: adam_step(job, dist.get_world_size()),
-    "exchange": lambda job: exchange_step(job, trained=False),
-    "exchange-trained": lambda job: exchange_step(job, trained=True),
+    "exchange": lambda job: exchange_step(job, False, job.dtype),
+    "exchange-trained": lambda job: exchange_step(job, True, job.dtype),
+    "exchange-fp32": lambda job: exchange_step(job, True, torch.float32),
 }
 
 

@@ -9,7 +9,8 @@ ratio to a peer pair by pair within rounds, and the peak resident memory above t
 
 The limit of a variant adds what it cannot avoid, each measured in the same rounds: forward and backward alone, the clipped
 update of a rank's share, and for each time that all elements, or those that are trained, must cross, the exchange of one
-message per peer. Ranks on a CPU send with the cores that compute, so nothing is taken off for overlap.
+message per peer; with --bf16, `exchange-fp32` stands for reductions in fp32. Ranks on a CPU send with the cores that compute,
+so nothing is taken off for overlap. `-hold` keeps whole gradients from micro-batch to micro-batch, by `no_sync()`.
 """
 
 from __future__ import annotations
@@ -34,29 +35,34 @@ PARTS = ("compute", "adam", "adam-share", "exchange", "exchange-trained")
 
 
 class Crossings(NamedTuple):
-    """How often elements go from rank to rank: all of them in each micro-batch, those trained there, and those trained once a step."""
+    """How often elements go from rank to rank: parameters are gathered and gradients reduced in each micro-batch or once a step."""
 
-    gathered: int
-    reduced: int
-    trained: int
-    is_share: bool  # whether the update is of a rank's share
+    gathered: int  # all elements, in each micro-batch
+    reduced: int  # trained elements, in each micro-batch
+    reduced_once: int
+    gathered_once: int  # trained elements
+    is_share: bool = True  # whether the update is of a rank's share
+    in_fp32: bool = True  # whether gradients of 16 bits are reduced in 32, as all do but DeepSpeed
 
 
 CROSSINGS = {
-    "stateroom-0": Crossings(0, 0, 2, False),
-    "stateroom-1": Crossings(0, 0, 2, True),
-    "stateroom-2": Crossings(0, 1, 1, True),
-    "stateroom-3": Crossings(2, 1, 0, True),
-    "ddp": Crossings(0, 0, 2, False),
-    "fsdp2": Crossings(2, 0, 1, True),
-    "fsdp2-keep": Crossings(1, 0, 1, True),
-    "fsdp2-local": Crossings(2, 0, 1, True),
-    "deepspeed-1": Crossings(0, 0, 2, True),
-    "deepspeed-2": Crossings(0, 1, 1, True),
-    "deepspeed-3": Crossings(2, 1, 0, True),
+    "stateroom-0": Crossings(0, 0, 2, 0, is_share=False),
+    "stateroom-1": Crossings(0, 0, 1, 1),
+    "stateroom-2": Crossings(0, 1, 0, 1),
+    "stateroom-2-hold": Crossings(0, 0, 1, 1),
+    "stateroom-3": Crossings(2, 1, 0, 0),
+    "stateroom-3-hold": Crossings(2, 0, 1, 0),
+    "ddp": Crossings(0, 0, 2, 0, is_share=False),
+    "fsdp2": Crossings(2, 0, 1, 0),
+    "fsdp2-keep": Crossings(1, 0, 1, 0),
+    "fsdp2-local": Crossings(2, 0, 1, 0),
+    "deepspeed-1": Crossings(0, 0, 1, 1, in_fp32=False),
+    "deepspeed-2": Crossings(0, 1, 0, 1, in_fp32=False),
+    "deepspeed-3": Crossings(2, 1, 0, 0, in_fp32=False),
 }
 BESIDE = {"stateroom-0": ("ddp",), "stateroom-1": ("ddp", "deepspeed-1"), "stateroom-2": ("ddp", "deepspeed-2")}
 BESIDE |= {"stateroom-3": ("fsdp2", "fsdp2-local", "deepspeed-3")}
+BESIDE |= {f"{name}-hold": BESIDE[name] for name in ("stateroom-2", "stateroom-3")}
 
 
 class Variant:
@@ -135,9 +141,10 @@ def limit_s(name: str, parts: dict[str, Variant], micro_batches: int) -> float |
         return None
     cross = CROSSINGS[name]
     update = parts["adam-share" if cross.is_share else "adam"].median_s
-    trained = cross.reduced * micro_batches + cross.trained
-    exchange = cross.gathered * micro_batches * parts["exchange"].median_s + trained * parts["exchange-trained"].median_s
-    return parts["compute"].median_s + update + exchange
+    gather, one = parts["exchange"].median_s, parts["exchange-trained"].median_s
+    reduce = parts["exchange-fp32"].median_s if cross.in_fp32 and "exchange-fp32" in parts else one
+    gathers = cross.gathered * micro_batches * gather + cross.gathered_once * one
+    return parts["compute"].median_s + update + gathers + (cross.reduced * micro_batches + cross.reduced_once) * reduce
 
 
 def report(found: dict[str, Variant], micro_batches: int) -> list[dict[str, Any]]:
@@ -165,6 +172,13 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"{row['variant']:14} {1000 * row['step_s']:9.1f} {row['spread']:7.0%} {limit} {memory}  {ratios}")
 
 
+def _is_wanted(name: str, args: argparse.Namespace) -> bool:
+    """Return whether a variant runs by default: where its interpreter is known, and it is not another one again."""
+    if name.startswith("deepspeed"):
+        return args.peer_python is not None
+    return (not name.endswith("-hold") or args.accumulation > 1) and (name != "exchange-fp32" or args.bf16)
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,9 +191,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write rows and rounds for compare.py")
     parser.add_argument("--verbose", action="store_true", help="show what the ranks print")
     args = parser.parse_args()
-    names = (
-        args.variants.split(",") if args.variants else [n for n in step_rank.VARIANTS if args.peer_python or not n.startswith("deepspeed")]
-    )
+    names = args.variants.split(",") if args.variants else [n for n in step_rank.VARIANTS if _is_wanted(n, args)]
     options = ["--model", args.model, "--rows", str(args.rows), "--accumulation", str(args.accumulation), "--clip", str(args.clip)]
     options += ["--bf16"] * args.bf16 + ["--compile"] * args.compile + ["--recompute"] * args.recompute
     found: dict[str, Variant] = {}
