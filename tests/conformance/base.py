@@ -11,7 +11,6 @@ from case import Call, Case, generator, one_loss
 from torch import nn
 
 D, V, T, B = 8, 11, 5, 3
-SMALLEST = {"min_numel": 0}  # each layer its own unit, so that tiny models are really cut up
 
 
 def data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -25,7 +24,7 @@ def pattern(cases: list[Case], **options: Any) -> Callable[[type[nn.Module]], ty
 
     def add(cls: type[nn.Module]) -> type[nn.Module]:
         phases = options.pop("phases", None) or one_loss(loss_of)
-        cases.append(Case(cls.__name__, (cls.__doc__ or "").strip(), cls, phases, **{"units": SMALLEST, **options}))
+        cases.append(Case(cls.__name__, (cls.__doc__ or "").strip(), cls, phases, **options))
         return cls
 
     return add

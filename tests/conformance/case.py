@@ -66,7 +66,6 @@ class Case:
         build: makes the model; a dict of models for several engines at once.
         phases: the updates of one step.
         optimizer: a name of conform.OPTIMIZERS. SGD where Adam would turn the rounding noise of a zero gradient into a step.
-        units: the config section of that name.
         refused: stage -> what the error must say, for what is documented as refused.
         cast_first: why the script has to cast the model with .to(torch.bfloat16) itself before initialize(): buffers keep
             their dtype otherwise.
@@ -80,7 +79,6 @@ class Case:
     build: Callable[[], Any]
     phases: tuple[Phase, ...]
     optimizer: str = "adamw"
-    units: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[int, str] = field(default_factory=dict)
     cast_first: str = ""
     no_bf16: str = ""

@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "nadam": partial(torch.optim.NAdam, lr=1e-3),
     "adamax": partial(torch.optim.Adamax, lr=1e-3),
 }
+SMALLEST = {"min_numel": 0}  # each layer its own unit, so that tiny models are really cut up
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 TINY = 1e-30
 
@@ -170,7 +171,7 @@ def sharded(case: Case, stage: int, dtype_name: str, optimizer: str, steps: int)
     import stateroom
     from stateroom.zero import GatheredParameters
 
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "gradient_clipping": 0, "units": dict(case.units)}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "gradient_clipping": 0, "units": SMALLEST}
     if dtype_name != "fp32":
         config[dtype_name] = {"enabled": True}
     parts = parts_of(case, DTYPES[dtype_name])

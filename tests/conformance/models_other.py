@@ -16,7 +16,6 @@ from torch import nn
 
 CASES: list[Case] = []
 B, T, D = 2, 6, 16
-SMALLEST = {"min_numel": 0}
 
 
 def add(name: str, about: str, make: Any, loss: Any = None, **row: Any) -> None:
@@ -161,7 +160,6 @@ add(
     "generator and critic in two engines; one's loss runs through the other",
     adversaries,
     phases=(Phase(critic_way, "critic"), Phase(generator_way, "generator")),
-    units=SMALLEST,
 )
 
 
@@ -223,7 +221,7 @@ def click_loss(call: Call, step: int, rank: int) -> torch.Tensor:
     return call(torch.randn(B, 4, generator=g), torch.randint(V, (B, 3, 2), generator=g), torch.randint(2, (B,), generator=g).float())
 
 
-add("DLRM", "sparse embedding bags, their products, small networks", Recommender, click_loss, units=SMALLEST)
+add("DLRM", "sparse embedding bags, their products, small networks", Recommender, click_loss)
 
 
 class RecurrentLM(nn.Module):
@@ -244,7 +242,6 @@ add(
     "two layers of nn.LSTM, tied head",
     RecurrentLM,
     lambda call, step, rank: call(tokens(step, rank)),
-    units=SMALLEST,
 )
 
 
@@ -284,7 +281,7 @@ class VAE(nn.Module):
         return F.mse_loss(self.decode(z), x) + 0.1 * (mean**2 + log_var.exp() - 1 - log_var).mean()
 
 
-add("VAE", "draws noise in its forward", VAE, lambda call, step, rank: call(noise(step, rank, B, D)), units=SMALLEST)
+add("VAE", "draws noise in its forward", VAE, lambda call, step, rank: call(noise(step, rank, B, D)))
 
 
 class MessagePassing(nn.Module):
@@ -308,4 +305,4 @@ def graph_loss(call: Call, step: int, rank: int) -> torch.Tensor:
     return call(torch.randn(5, D, generator=g), torch.randint(5, (2, count), generator=g))
 
 
-add("Graph network", "message passing over edges that differ in number", MessagePassing, graph_loss, units=SMALLEST)
+add("Graph network", "message passing over edges that differ in number", MessagePassing, graph_loss)

@@ -32,7 +32,7 @@ which is the only way to change this page; a test compares its rows with the lis
 - Both sides seed torch with the same number for each step and rank, so dropout and other random draws are equal.
 - The optimizer is AdamW, or SGD with momentum (marked SGD) where several backwards fall into a step: Adam does not care about a factor that
   all gradients share, and turns the rounding noise of a gradient that is zero into a full step.
-- Layers are units of their own however small they are (`units.min_numel: 0`) in patterns; models use the default units.
+- Layers and blocks are units of their own however small they are (`units.min_numel: 0`), so that small models are really cut up.
 """
 
 

@@ -206,7 +206,7 @@ def one_loss_in_turn(call, backward, step, rank):
 def on(model: Callable[[], nn.Module], name: str, how: Way) -> Case:
     """Return the case of training a model in a way; SGD, since a second backward of Adam's would hide a factor."""
     about = (how.__doc__ or "").strip()
-    return Case(name, about, model, (Phase(how),), optimizer="sgd", units={"min_numel": 0})
+    return Case(name, about, model, (Phase(how),), optimizer="sgd")
 
 
 def words(name: str) -> str:

@@ -26,6 +26,7 @@ def plugin_for(stage, file):
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.999], "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": True},
+        "units": {"min_numel": 0},
     }
     return DeepSpeedPlugin(hf_ds_config=config)
 

@@ -145,6 +145,7 @@ def head_trained_whole(base):
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": 3},
+            "units": {"min_numel": 0},
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         }
         keep = HfDeepSpeedConfig(config)

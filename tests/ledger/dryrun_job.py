@@ -28,6 +28,7 @@ def config_of(stage: int, precision: str, gas: int, **extra) -> dict:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage},
+        "units": {"min_numel": 0},
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
