@@ -155,7 +155,7 @@ class Gradients:
                 self.owned = part
             else:
                 self.owned.add_(part)
-            if self.full is None:
+            if self.full is None and not self._small:  # what waits has not been reduced, and must not land on what has
                 self.full, self._views = full, views
         self.reduced = True
 

@@ -57,8 +57,10 @@ def build_runs(
     of a unit at which runs are cut all the same: the tiles in which states are moved.
     """
     before: dict[int, dict[str, Any]] = {}
+    scalars: set[str] = set()
     if inner is not None:
         before = {id(param): state for param, state in inner.state.items()}
+        scalars = _scalars(inner)
         inner.state.clear()
     runs: list[Run] = []
     for unit in units:
@@ -79,7 +81,7 @@ def build_runs(
                 open_at = None if group is None else (group, start, stop)
                 if open_at is not None and state is not None:
                     runs.append(Run(unit, *open_at, whole=whole))
-                    inner.state[runs[-1].tensor] = _adopted(runs[-1], state, part)  # type: ignore[union-attr]
+                    inner.state[runs[-1].tensor] = _adopted(runs[-1], state, part, scalars)  # type: ignore[union-attr]
                     open_at = None
             if open_at is not None:
                 runs.append(Run(unit, *open_at, whole=whole))
@@ -135,13 +137,23 @@ def _cut_run(run: Run, points: Sequence[int], inner: torch.optim.Optimizer | Non
     return parts
 
 
-def _adopted(run: Run, state: dict[str, Any], part: Slice) -> dict[str, Any]:
-    numel = run.unit.layout.extents[part.extent].numel
+def _scalars(inner: torch.optim.Optimizer) -> set[str]:
+    """Return the names of states that are one number however large the parameter is; a parameter without dimensions does not tell."""
+    found = {"step"}
+    for param, state in inner.state.items():
+        if param.dim():
+            found.update(key for key, value in state.items() if isinstance(value, torch.Tensor) and not value.dim())
+    return found
+
+
+def _adopted(run: Run, state: dict[str, Any], part: Slice, scalars: set[str]) -> dict[str, Any]:
+    numel, shape = run.unit.layout.extents[part.extent].numel, run.tensor.shape
+
+    def follows(key: str, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.numel() == shape.numel() and (bool(value.dim()) or key not in scalars)
+
     cut = _cut_state(state, numel, part.start, part.stop)
-    return {
-        key: value.view(run.tensor.shape) if isinstance(value, torch.Tensor) and value.numel() == run.tensor.numel() > 1 else value
-        for key, value in cut.items()
-    }
+    return {key: value.view(shape) if follows(key, value) else value for key, value in cut.items()}
 
 
 def _cut_state(state: dict[str, Any], numel: int, start: int, stop: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ CASES = by_name(GROUPS)
 CORE = """
     ALBERT; GPT-2; Llama recomputed; Mixtral; T5; ResNet; LoRA on Llama; GAN
     TiedAcrossUnits; CalledTwice; ReadsOthersWeight; Unused; ExpertsInBlocks; LoRAInside; MixedDtypes; EmptyAndScalar; SparseEmbedding
-    BatchNorm; ComplexParameter; CheckpointedReentrant; InputGradient; OddOutputs
+    BatchNorm; ComplexParameter; CheckpointedReentrant; CheckpointedTwice; InputGradient; OddOutputs
     two forwards one backward; two losses with a backward each
 """
 CORE_NAMES = [name.strip() for line in CORE.strip().splitlines() for name in line.split(";")]

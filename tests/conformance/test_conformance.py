@@ -74,8 +74,18 @@ def test_equal_to_plain_in_bf16(lanes, figures, job):
     check(job.name, "bf16", found)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("job", [Job(name, stages(name), "fp32", optimizer) for optimizer in OTHER_OPTIMIZERS for name in SOME], ids=str)
+WITH_OTHERS = [
+    pytest.param(
+        Job(name, stages(name), "fp32", optimizer),
+        # Adagrad has states before its first step, one number among them where the parameter is one.
+        marks=[] if (name, optimizer) == ("EmptyAndScalar", "adagrad") else pytest.mark.full,
+    )
+    for optimizer in OTHER_OPTIMIZERS
+    for name in SOME
+]
+
+
+@pytest.mark.parametrize("job", WITH_OTHERS, ids=str)
 def test_equal_to_plain_with_other_optimizers(lanes, job):
     check(job.name, "fp32", lanes.result(job))
 
