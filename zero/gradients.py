@@ -122,8 +122,8 @@ class Gradients:
 
         def finish() -> None:
             pending.wait()
-            if not self._everyone:
-                arrived()
+            if not self._everyone or comm.world == 1:
+                arrived()  # at once: until then the whole buffer stays
                 return
             # The second half of an all-reduce; it travels while the units before this one compute, until land().
             self.land()

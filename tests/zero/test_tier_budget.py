@@ -66,8 +66,10 @@ def test_states_of_four_times_the_whole_process_train_to_the_same_losses(tmp_pat
     assert json.loads(plain.stdout.splitlines()[-1])["losses"] == found["losses"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("place", "params"), [("cpu", "cpu"), ("cpu", "device"), ("nvme", "device"), ("cpu", "nvme")])
+@pytest.mark.parametrize(
+    ("place", "params"),
+    [("cpu", "device"), *(pytest.param(*pair, marks=pytest.mark.full) for pair in (("cpu", "cpu"), ("nvme", "device"), ("cpu", "nvme")))],
+)
 def test_resident_memory_is_what_the_ledger_predicts(tmp_path, place, params):
     done = run(tmp_path, 22, 0, place=place, params=params)
     assert done.returncode == 0, done.stderr[-3000:]
