@@ -13,7 +13,7 @@ from torch import nn
 from .leaf import is_named, z3_leaf_module
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-MIN_NUMEL = 1 << 16  # repeated children are grouped to at least this: a unit costs 0.25 ms a step at stage 3, as much as sending it
+MIN_NUMEL = 1 << 18  # repeated children are grouped to at least this: below it a unit's host time weighs more than what it sends
 
 
 @dataclass

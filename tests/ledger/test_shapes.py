@@ -143,7 +143,7 @@ def test_a_module_of_transformers_says_all():
     from stateroom.ledger.shapes.module import read_module
 
     config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=101
+        hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=101
     )
     with torch.device("meta"):
         facts = read_module(transformers.LlamaForCausalLM(config))
