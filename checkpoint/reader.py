@@ -232,12 +232,13 @@ def _open(path: Path) -> Input:
         raise DamagedError(f"{path} cannot be opened: {error.strerror}; load another tag") from error
 
 
-def _base_of(batch: Sequence[Segment]) -> int:
+def base_of(batch: Sequence[Segment]) -> int:
+    """Return the byte of the file at which a batch is read from: the sector that its first part begins in."""
     return batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
 
 
 def _read_batch(source: Input, batch: Sequence[Segment], buffer: torch.Tensor) -> int:
-    base = _base_of(batch)
+    base = base_of(batch)
     try:
         return source.read(buffer[: round_up(batch[-1].end - base)], base)
     except OSError as error:
@@ -245,7 +246,7 @@ def _read_batch(source: Input, batch: Sequence[Segment], buffer: torch.Tensor) -
 
 
 def _use_batch(path: Path, batch: Sequence[Segment], buffer: torch.Tensor, got: int) -> None:
-    base = _base_of(batch)
+    base = base_of(batch)
     view = view_of(buffer)
     for part in batch:
         if base + got < part.end:

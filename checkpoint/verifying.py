@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..zero.tiers.disk import SECTOR_BYTES, Input, round_up, view_of
+from ..zero.tiers.disk import Input, round_up, view_of
 from .directory import find, holds_ours, is_ours, latest_name, tags
 from .flow import Buffers, side_by_side
 from .manifest import MANIFEST, DamagedError, missing_parts, read_checked, read_manifest, write_durably
 from .opener import open_source
-from .reader import BUFFER_BYTES, Segment, Stored, batches, segments_of
+from .reader import BUFFER_BYTES, Segment, Stored, base_of, batches, segments_of
 from .retention import VERIFIED
 
 Advance = Callable[[int], None]  # told the bytes that have been looked at, from several threads
@@ -117,11 +117,11 @@ def _verify_data(path: Path, index: dict[str, Any], advance: Advance | None) -> 
     problems: list[Problem] = []
 
     def read(batch: list[Segment], buffer: torch.Tensor) -> int:
-        base = batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
+        base = base_of(batch)
         return source.read(buffer[: round_up(batch[-1].end - base)], base)
 
     def check(batch: list[Segment], buffer: torch.Tensor, got: int) -> None:
-        base = batch[0].begin // SECTOR_BYTES * SECTOR_BYTES
+        base = base_of(batch)
         for part in batch:
             wrong = part.wrong(view_of(buffer)[:got], base)
             if wrong is not None:
